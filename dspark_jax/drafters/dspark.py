@@ -1,0 +1,248 @@
+"""The DSpark drafter: a parallel backbone over injected target features, then a sequential head (DSpark, section 3).
+
+Parallel stage: the block's embeddings (the anchor's, then the mask token's) pass through a few decoder layers whose
+attention sees, without a causal mask, the whole block and the context: keys and values that each layer projects from
+the target's tapped features of the positions before the anchor. Sequential stage: left to right, token k is drawn from
+softmax(U_k + B_k). The embedding table and the LM head are the target's, shared and frozen; they arrive as an argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache, layers, sampling
+from dspark_jax.config import DrafterConfig
+from dspark_jax.confidence import ConfidenceHead
+from dspark_jax.records import BlockKV, Draft, KVCache, Params
+from dspark_jax.sequential_head import SequentialHead
+
+
+@chex.dataclass(frozen=True)
+class SharedWeights:
+    """The target's frozen weights that a drafter uses.
+
+    Attributes:
+      embed: [V, D], the target's embedding table.
+      head: [V', D], the target's LM head, its rows reduced to the draft vocabulary.
+      vocab: [V'] int32 ascending target ids of those rows, or None for the whole vocabulary.
+    """
+
+    embed: jax.Array
+    head: jax.Array
+    vocab: jax.Array | None
+
+
+def shared_weights(target_params: Params, vocab: jax.Array | None) -> SharedWeights:
+    """Returns the shared weights of a target for a draft vocabulary (ascending ids, or None)."""
+    head = target_params.get("head", target_params["embed"])
+    return SharedWeights(embed=target_params["embed"], head=head if vocab is None else head[vocab], vocab=vocab)
+
+
+class DSparkModel(nn.Module):
+    """Backbone, sequential head and confidence head.
+
+    Attributes:
+      config: the drafter's shape.
+      layout: layout of the activations (`layers.Layout`).
+      dtype: dtype of weights and activations.
+    """
+
+    config: DrafterConfig
+    layout: layers.Layout
+    dtype: Any = jnp.float32
+
+    def setup(self):
+        c, body = self.config, self.config.decoder
+        self.fc = layers.Linear(body.width, len(c.tapped_layers) * body.width, self.layout, dtype=self.dtype)
+        self.context_norm = layers.RMSNorm(body.width, body.norm_eps, self.layout, self.dtype)
+        self.layers = [layers.DecoderLayer(body, self.layout, self.dtype) for _ in range(body.num_layers)]
+        self.norm = layers.RMSNorm(body.width, body.norm_eps, self.layout, self.dtype)
+        self.sequential = SequentialHead(c, self.dtype)
+        if c.confidence_head:
+            self.confidence = ConfidenceHead(c, self.dtype)
+
+    def project_context(self, features: jax.Array, positions: jax.Array) -> BlockKV:
+        """Turns target features into every draft layer's context keys and values.
+
+        Args:
+          features: [B, T, M, D].
+          positions: [B, T].
+
+        Returns:
+          keys and values [B, G, T, H] per layer.
+        """
+        batch, size = positions.shape
+        flat = features.reshape(batch * size, -1).astype(self.dtype)
+        x = self.context_norm(self.fc(layers.from_tokens(flat, self.layout)))
+        pairs = [layer.project_context(x, positions) for layer in self.layers]
+        return BlockKV(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
+
+    def backbone(
+        self, embed: jax.Array, anchor_ids: jax.Array, positions: jax.Array, context: BlockKV, visible: jax.Array
+    ) -> jax.Array:
+        """The parallel stage: A blocks per row over one context.
+
+        Args:
+          embed: [V, D].
+          anchor_ids: [B, A].
+          positions: [B, A], each anchor's position.
+          context: keys and values [B, G, S, H] per layer.
+          visible: [B, A], context slots that each block sees (its anchor's position: strictly before it).
+
+        Returns:
+          h_1..h_K after the final norm, [B, A, K, D].
+        """
+        c = self.config
+        batch, blocks = anchor_ids.shape
+        masks = jnp.full((batch, blocks, c.block_slots - 1), c.mask_token_id, jnp.int32)
+        block_ids = jnp.concatenate([anchor_ids[..., None], masks], axis=-1)
+        block_positions = positions[..., None] + jnp.arange(c.block_slots)
+        everything = jnp.ones((c.block_slots, c.block_slots), bool)
+        x = layers.from_tokens(embed[block_ids.reshape(-1)], self.layout)
+        for layer, keys, values in zip(self.layers, context.keys, context.values):
+            x, _, _ = layer(x, block_positions, keys, values, visible, everything)
+        hidden = layers.to_tokens(self.norm(x), self.layout).reshape(batch, blocks, c.block_slots, -1)
+        return hidden[:, :, c.block_slots - c.block_size :]
+
+    def base_logits(self, head: jax.Array, hidden: jax.Array) -> jax.Array:
+        """Returns U = head h: [n, D] -> [n, V'] float32."""
+        x = layers.from_tokens(hidden, self.layout)
+        return layers.to_tokens(layers.linear(head, x, self.layout), self.layout).astype(jnp.float32)
+
+    def block_logits(
+        self, head: jax.Array, hidden: jax.Array, previous_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Teacher-forced logits of whole blocks (training).
+
+        Args:
+          head: [V', D].
+          hidden: [n, K, D].
+          previous_ids: [n, K], the true token before each position.
+
+        Returns:
+          logits [n, K, V'] float32, and confidence logits [n, K] or None.
+        """
+        count, size, width = hidden.shape
+        flat = hidden.reshape(count * size, width)
+        logits, embedded = self.base_logits(head, flat), None
+        if self.config.sequential_head != "none":
+            codes, embedded = self.sequential.teacher_forced(hidden, previous_ids)
+            embedded = embedded.reshape(count * size, -1)
+            logits = logits + self.sequential.bias(codes.reshape(count * size, -1)).astype(jnp.float32)
+        confidence = self.confidence(flat, embedded).reshape(count, size) if self.config.confidence_head else None
+        return logits.reshape(count, size, -1), confidence
+
+    def draft_block(
+        self,
+        shared: SharedWeights,
+        anchor_ids: jax.Array,
+        context: KVCache,
+        block_size: int,
+        uniforms: jax.Array,
+        temperature: jax.Array,
+    ) -> Draft:
+        """Both stages of one draft.
+
+        The whole trained block runs through the backbone, then it is cut: a shorter block would change its outputs.
+
+        Args:
+          shared: the target's embedding and head.
+          anchor_ids: [B].
+          context: projected context; the anchor's position is its length.
+          block_size: how many tokens to propose, at most the trained K.
+          uniforms: [B, block_size].
+          temperature: [B].
+        """
+        batch = anchor_ids.shape[0]
+        hidden = self.backbone(
+            shared.embed,
+            anchor_ids[:, None],
+            context.length[:, None],
+            BlockKV(keys=context.keys, values=context.values),
+            context.length[:, None],
+        )[:, 0, :block_size]
+        base = self.base_logits(shared.head, hidden.reshape(batch * block_size, -1)).reshape(batch, block_size, -1)
+        state, previous = self.sequential.init_state(batch), anchor_ids
+        tokens, logits, confidences = [], [], []
+        for k in range(block_size):
+            step_logits, embedded = base[:, k], self.sequential.embed_previous(previous)
+            if embedded is not None:
+                code, state = self.sequential.step(hidden[:, k], embedded, state)
+                step_logits = step_logits + self.sequential.bias(code).astype(jnp.float32)
+            if self.config.confidence_head:
+                confidences.append(self.confidence(hidden[:, k], embedded))
+            index = sampling.sample(step_logits, temperature, uniforms[:, k])
+            previous = index if shared.vocab is None else shared.vocab[index]
+            tokens.append(previous)
+            logits.append(step_logits)
+        return Draft(
+            token_ids=jnp.stack(tokens, axis=1),
+            logits=jnp.stack(logits, axis=1),
+            confidence_logits=jnp.stack(confidences, axis=1) if confidences else None,
+            length=jnp.full((batch,), block_size, jnp.int32),
+        )
+
+    def init_everything(self, shared: SharedWeights, features: jax.Array) -> jax.Array:
+        """Touches every parameter once; the method that `init` calls.
+
+        Args:
+          shared: the target's embedding and head.
+          features: [1, T, M, D].
+        """
+        positions = jnp.arange(features.shape[1])[None]
+        anchor = jnp.zeros((1, 1), jnp.int32)
+        context = self.project_context(features, positions)
+        hidden = self.backbone(shared.embed, anchor, anchor, context, anchor)
+        return self.block_logits(shared.head, hidden[:, 0], jnp.zeros(hidden.shape[1:3], jnp.int32)[:1])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkDrafter:
+    """`DSparkModel` behind the drafter protocol; `params` is {"model": ..., "shared": SharedWeights}.
+
+    Attributes:
+      model: the Linen module.
+      block_size: tokens proposed per cycle, at most the trained K.
+    """
+
+    model: DSparkModel
+    block_size: int
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs are the context."""
+        return self.model.config.tapped_layers
+
+    def init_state(self, batch: int, slots: int) -> KVCache:
+        """Returns an empty context."""
+        return kv_cache.init_cache(self.model.config.decoder, batch, slots, self.model.dtype)
+
+    def draft(self, params, state, tokens, length, uniforms, temperature) -> Draft:
+        """Proposes a block; see `base.Drafter.draft`."""
+        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+        return self.model.apply(
+            {"params": params["model"]},
+            params["shared"],
+            anchor,
+            state,
+            self.block_size,
+            uniforms,
+            temperature,
+            method="draft_block",
+        )
+
+    def commit(self, params, state, output, count) -> KVCache:
+        """Projects features into the context; see `base.Observer.commit`."""
+        positions = state.length[:, None] + jnp.arange(output.features.shape[1])
+        block = self.model.apply({"params": params["model"]}, output.features, positions, method="project_context")
+        return kv_cache.append(state, block, count)
+
+    def draft_vocab(self, params) -> jax.Array | None:
+        """Returns the reduced vocabulary's ids, or None."""
+        return params["shared"].vocab

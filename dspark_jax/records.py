@@ -1,0 +1,90 @@
+"""The shape legend, and the frozen records that the stages hand on.
+
+Letters, the same in every docstring and einsum of the project:
+
+  B  requests (rows) of a batch          N  query heads
+  T  query tokens of one call            G  key/value heads
+  S  slots of a KV cache                 H  head dim
+  D  width                               R  Markov rank
+  V  vocabulary, V' a draft vocabulary   M  tapped target layers
+  K  block size: draft tokens a cycle    A  anchors of a training sequence
+
+Words: the *anchor* is the newest committed token, which the target has not read yet. The *verify length* l in
+0..K is how many draft tokens the target checks, the *accepted draft length* n in 0..l how many of them it keeps,
+and the *accepted length* tau = n + 1 counts the bonus token too (tokens cut by a stop token or a budget are not
+counted).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+
+Params = Any  # a nested dict of arrays
+
+
+@chex.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens that were read, with a length per row.
+
+    Slots at and beyond a row's length are garbage to be overwritten, never read: rollback is a length.
+
+    Attributes:
+      keys: one [B, G, S, H] per layer, after QK norm and RoPE.
+      values: one [B, G, S, H] per layer.
+      length: [B] int32, slots in use; also the position of the next token.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    length: jax.Array
+
+
+@chex.dataclass(frozen=True)
+class BlockKV:
+    """Keys and values of one call's tokens, not in a cache yet.
+
+    Attributes:
+      keys: one [B, G, T, H] per layer.
+      values: one [B, G, T, H] per layer.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+@chex.dataclass(frozen=True)
+class TargetOutput:
+    """What the target returns for T tokens per row.
+
+    Attributes:
+      logits: [B, T, V] float32; at token t the distribution of position t + 1 (None once they are used up).
+      features: [B, T, M, D] outputs of the tapped layers.
+      last_hidden: [B, T, D], what the LM head read (after the final norm).
+      block: keys and values of these tokens, for `kv_cache.append`.
+    """
+
+    logits: jax.Array | None
+    features: jax.Array
+    last_hidden: jax.Array
+    block: BlockKV
+
+
+@chex.dataclass(frozen=True)
+class Draft:
+    """A proposed block.
+
+    Attributes:
+      token_ids: [B, K] int32, in the target's vocabulary.
+      logits: [B, K, V'] float32, the logits (before temperature) that each token was chosen from, or None for a
+        deterministic proposal (q is one-hot).
+      confidence_logits: [B, K] float32; sigmoid is c_k, or None if the drafter has no confidence head.
+      length: [B] int32, how many of the K tokens are proposed (prompt lookup may find fewer, or none).
+    """
+
+    token_ids: jax.Array
+    logits: jax.Array | None
+    confidence_logits: jax.Array | None
+    length: jax.Array

@@ -1,0 +1,103 @@
+"""Random numbers and sampling: per-row temperature, greedy rows beside sampled rows.
+
+A row's random stream is keyed by (row key, position of the token), never by the step or the batch, so a row's text does
+not depend on the rows beside it. Each position owns three uniforms: one draws the draft token, one decides about
+its acceptance, one draws the token that the target commits there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+DRAFT, ACCEPT, COMMIT = 0, 1, 2  # columns of `position_uniforms`
+
+_BLOCK = 256  # entries per block of the two-level inverse CDF
+
+
+def row_keys(seed: int | jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns one random key per row: [B] row numbers (of the request, not of the batch) -> [B] keys."""
+    base = jax.random.key(seed)
+    return jax.vmap(lambda row: jax.random.fold_in(base, row))(rows)
+
+
+def position_uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns the three uniforms of each position.
+
+    Args:
+      keys: [B] row keys.
+      positions: [B, T] int32, positions of the tokens that are drawn.
+
+    Returns:
+      [B, T, 3] float32 in [0, 1): draft, accept, commit.
+    """
+    one = lambda key, position: jax.random.uniform(jax.random.fold_in(key, position), (3,))  # noqa: E731
+    return jax.vmap(lambda key, row: jax.vmap(lambda p: one(key, p))(row))(keys, positions)
+
+
+def scaled_logits(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Divides float32 logits by their row's temperature; rows at 0 are left as they are.
+
+    Args:
+      logits: [B, ..., V].
+      temperature: [B].
+    """
+    safe = jnp.where(temperature > 0, temperature, 1.0)
+    return logits.astype(jnp.float32) / safe.reshape((-1,) + (1,) * (logits.ndim - 1))
+
+
+def argmax(logits: jax.Array) -> jax.Array:
+    """Index of the first maximum along the last axis, int32, by two vectorised reductions."""
+    size = logits.shape[-1]
+    top = logits.max(axis=-1, keepdims=True)
+    index = jnp.where(logits == top, jnp.arange(size, dtype=jnp.int32), size)
+    return jnp.minimum(index.min(axis=-1), size - 1)  # a row of NaN stays inside the vocabulary
+
+
+def sample_weights(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """Draws from unnormalised weights by the inverse CDF.
+
+    Two levels (blocks, then inside the block) instead of one long cumulative sum: less work, and the sums stay short
+    enough for float32. An entry of weight zero is never drawn.
+
+    Args:
+      weights: [..., V] non-negative float32, with a positive sum.
+      uniforms: [...] in [0, 1).
+
+    Returns:
+      [...] int32.
+    """
+    size = weights.shape[-1]
+    padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -size % _BLOCK)])
+    blocks = padded.reshape(*weights.shape[:-1], -1, _BLOCK)
+    upper = jnp.cumsum(blocks.sum(-1), axis=-1)  # [..., V/256]
+    goal = uniforms[..., None] * upper[..., -1:]
+    block = jnp.sum(upper <= goal, axis=-1)
+    # Rounding may put the goal at or beyond the end: fall back on the last block that has any weight.
+    last = upper.shape[-1] - 1 - jnp.argmax(jnp.flip(blocks.max(-1) > 0, axis=-1), axis=-1)
+    block = jnp.minimum(block, last)
+    before = jnp.where(block > 0, jnp.take_along_axis(upper, jnp.maximum(block - 1, 0)[..., None], -1)[..., 0], 0.0)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]  # [..., 256]
+    within = jnp.cumsum(inside, axis=-1)
+    offset = jnp.sum(within <= goal - before[..., None], axis=-1)
+    last_inside = _BLOCK - 1 - jnp.argmax(jnp.flip(inside > 0, axis=-1), axis=-1)
+    return (block * _BLOCK + jnp.minimum(offset, last_inside)).astype(jnp.int32)
+
+
+def sample(logits: jax.Array, temperature: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """Draws a token per row: argmax at temperature 0, else from softmax(logits / temperature).
+
+    Args:
+      logits: [B, V].
+      temperature: [B].
+      uniforms: [B].
+
+    Returns:
+      [B] int32.
+    """
+
+    def sampled(logits):
+        drawn = sample_weights(jax.nn.softmax(scaled_logits(logits, temperature), axis=-1), uniforms)
+        return jnp.where(temperature > 0, drawn, argmax(logits))
+
+    return jax.lax.cond(jnp.any(temperature > 0), sampled, argmax, logits)

@@ -1,0 +1,97 @@
+"""The target: one decoder for all families; families are config fields.
+
+`TargetModel` is pure: tokens and a cache in, logits, tapped features and the tokens' own keys and values out. It never
+writes the cache (`kv_cache.append` does, after verification), so that rejecting a draft costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache, layers
+from dspark_jax.config import DecoderConfig
+from dspark_jax.records import BlockKV, KVCache, Params, TargetOutput
+
+
+class TargetModel(nn.Module):
+    """A decoder-only language model with taps.
+
+    Attributes:
+      config: sizes and family switches.
+      layout: layout of the activations (`layers.Layout`).
+      tapped_layers: layers whose outputs are returned as features, 0-based, -1 the embedding.
+      dtype: dtype of weights and activations.
+    """
+
+    config: DecoderConfig
+    layout: layers.Layout
+    tapped_layers: tuple[int, ...] = ()
+    dtype: Any = jnp.float32
+
+    def setup(self):
+        c = self.config
+        self.embed = self.param("embed", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
+        self.layers = [layers.DecoderLayer(c, self.layout, self.dtype) for _ in range(c.num_layers)]
+        self.norm = layers.RMSNorm(c.width, c.norm_eps, self.layout, self.dtype)
+        if not c.tie_embeddings:
+            self.head = self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
+
+    def __call__(self, token_ids: jax.Array, cache: KVCache, with_logits: bool = True) -> TargetOutput:
+        """Reads T tokens per row after the cache.
+
+        Args:
+          token_ids: [B, T] int32, at positions cache.length + 0..T-1.
+          cache: what each row has read before.
+          with_logits: False skips the LM head; `logits` is then [B, T, 0].
+        """
+        chex.assert_rank(token_ids, 2)
+        batch, size = token_ids.shape
+        positions = (cache.length[:, None] + jnp.arange(size))[:, None, :]  # [B, 1, T]
+        visible = cache.length[:, None]  # [B, 1]
+        causal = jnp.tril(jnp.ones((size, size), bool))
+        x = layers.from_tokens(self.embed[token_ids.reshape(-1)], self.layout)
+        taps, keys, values = {-1: x}, [], []
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, positions, cache.keys[i], cache.values[i], visible, causal)
+            taps[i] = x
+            keys.append(jnp.transpose(k, (0, 2, 1, 3)))
+            values.append(jnp.transpose(v, (0, 2, 1, 3)))
+        x = self.norm(x)
+        by_token = lambda a: layers.to_tokens(a, self.layout).reshape(batch, size, -1)  # noqa: E731
+        if with_logits:
+            head = self.embed if self.config.tie_embeddings else self.head
+            logits = by_token(layers.linear(head, x, self.layout)).astype(jnp.float32)
+        else:
+            logits = jnp.zeros((batch, size, 0), jnp.float32)
+        features = [by_token(taps[i]) for i in self.tapped_layers]
+        return TargetOutput(
+            logits=logits,
+            features=jnp.stack(features, axis=2) if features else jnp.zeros((batch, size, 0, 0), self.dtype),
+            last_hidden=by_token(x),
+            block=BlockKV(keys=tuple(keys), values=tuple(values)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetStep:
+    """A `TargetModel` as the hashable callable that `decode` takes."""
+
+    model: TargetModel
+
+    def __call__(
+        self, params: Params, token_ids: jax.Array, cache: KVCache, with_logits: bool = True
+    ) -> TargetOutput:
+        """Reads T tokens per row after the cache; see `TargetModel.__call__`."""
+        return self.model.apply({"params": params}, token_ids, cache, with_logits)
+
+
+def init_params(model: TargetModel, seed: int) -> Params:
+    """Draws random weights (for tests and trials)."""
+    empty = kv_cache.init_cache(model.config, 1, 1, model.dtype)
+    return jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32), empty)["params"]

@@ -1,0 +1,220 @@
+"""The training data on disk: the target's own answers with everything that training reads of the target.
+
+A data folder holds shards, one per generated batch, written atomically, so that an interrupted run goes on where it
+stopped. A shard has, for the flattened tokens of its sequences: `tokens`, `features` (the tapped layers, bfloat16 as
+uint16), `last_hidden` (what the LM head reads, float16) and `log_normalizer` (log of the softmax's denominator over the
+whole vocabulary), so that training never runs the target again. `manifest.json` says how it was made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+class DataError(ValueError):
+    """Training data that can't be used; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """One prompt and the target's answer.
+
+    Attributes:
+      tokens: [n] int32, prompt and answer.
+      prompt_length: tokens of the prompt.
+      features: [n - 1, M, D] bfloat16, tapped outputs of all tokens but the last one (which was never read).
+      last_hidden: [n - 1, D] float16.
+      log_normalizer: [n - 1] float32; valid from the prompt's last token on.
+    """
+
+    tokens: np.ndarray
+    prompt_length: int
+    features: np.ndarray
+    last_hidden: np.ndarray
+    log_normalizer: np.ndarray
+
+
+def is_loop(answer: Sequence[int], ngram: int = 4, share: float = 0.5) -> bool:
+    """Says whether an answer repeats itself: fewer than `share` of its n-grams are distinct.
+
+    Repetition is easy to draft, so an accepted length measured on such answers is inflated.
+
+    Args:
+      answer: token ids of the answer.
+      ngram: length of the n-grams.
+      share: threshold on distinct / all.
+    """
+    grams = [tuple(answer[i : i + ngram]) for i in range(len(answer) - ngram + 1)]
+    return len(grams) >= 8 and len(set(grams)) < share * len(grams)
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """Returns the path of shard `index`."""
+    return folder / f"shard_{index:05d}.npz"
+
+
+def write_atomically(path: Path, write) -> None:
+    """Calls `write(file)` on a temporary file beside `path`, then moves it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".partial")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON atomically."""
+    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def write_shard(folder: Path, index: int, sequences: Sequence[Answered], extra: dict[str, np.ndarray]) -> None:
+    """Writes one shard.
+
+    Args:
+      folder: the data folder.
+      index: number of the shard.
+      sequences: its sequences, at least one.
+      extra: further arrays (the target's probability mass per token).
+    """
+    arrays = {
+        "tokens": np.concatenate([s.tokens for s in sequences]),
+        "lengths": np.asarray([len(s.tokens) for s in sequences], np.int32),
+        "prompt_lengths": np.asarray([s.prompt_length for s in sequences], np.int32),
+        "features": np.concatenate([s.features for s in sequences]).view(np.uint16),
+        "last_hidden": np.concatenate([s.last_hidden for s in sequences]),
+        "log_normalizer": np.concatenate([s.log_normalizer for s in sequences]),
+        **extra,
+    }
+    write_atomically(shard_path(folder, index), lambda file: np.savez(file, **arrays))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataset:
+    """All shards of a folder in memory-mapped or loaded arrays.
+
+    Attributes:
+      tokens: per sequence [n] int32.
+      prompt_lengths: per sequence.
+      features: per sequence [n - 1, M, D] bfloat16.
+      last_hidden: per sequence [n - 1, D] float16.
+      log_normalizer: per sequence [n - 1] float32.
+      mass: [V] float64, sum of the target's next-token probabilities over all answer positions.
+    """
+
+    tokens: list[np.ndarray]
+    prompt_lengths: list[int]
+    features: list[np.ndarray]
+    last_hidden: list[np.ndarray]
+    log_normalizer: list[np.ndarray]
+    mass: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Number of answer tokens."""
+        return sum(len(t) - p for t, p in zip(self.tokens, self.prompt_lengths))
+
+
+def read_dataset(folder: Path, drop_loops: bool, min_answer: int = 4) -> Dataset:
+    """Reads every shard of a data folder.
+
+    Args:
+      folder: the data folder.
+      drop_loops: leave out answers that repeat themselves (`is_loop`).
+      min_answer: leave out answers shorter than this (nothing to learn from).
+
+    Raises:
+      DataError: there is no shard, or one is damaged.
+    """
+    paths = sorted(folder.glob("shard_*.npz"))
+    if not paths:
+        raise DataError(f"{folder}: no training data; run train.distill without --resume to make it")
+    columns: dict[str, list[Any]] = {name: [] for name in ("tokens", "prompt", "features", "hidden", "log")}
+    mass = 0.0
+    for path in paths:
+        try:
+            with np.load(path) as arrays:
+                shard = {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{path}: damaged shard ({error}); delete it and run again, it is made anew") from error
+        ends = np.cumsum(shard["lengths"])
+        features = shard["features"].view(ml_dtypes.bfloat16)
+        mass = mass + shard["mass"].astype(np.float64)
+        for i, end in enumerate(ends):
+            length, prompt = int(shard["lengths"][i]), int(shard["prompt_lengths"][i])
+            tokens = shard["tokens"][end - length : end]
+            if length - prompt < min_answer or (drop_loops and is_loop(tokens[prompt:].tolist())):
+                continue
+            start, stop = end - length - i, end - i - 1  # one position less per sequence
+            columns["tokens"].append(tokens)
+            columns["prompt"].append(prompt)
+            columns["features"].append(features[start:stop])
+            columns["hidden"].append(shard["last_hidden"][start:stop])
+            columns["log"].append(shard["log_normalizer"][start:stop])
+    if not columns["tokens"]:
+        raise DataError(f"{folder}: every answer was filtered out (too short or looping); make more data")
+    return Dataset(
+        columns["tokens"], columns["prompt"], columns["features"], columns["hidden"], columns["log"], np.asarray(mass)
+    )
+
+
+def batch_indices(seed: int, step: int, size: int, batch_size: int) -> np.ndarray:
+    """Returns the sequences of one step: every epoch a new permutation, a pure function of seed and step.
+
+    Args:
+      seed: seed of the run.
+      step: optimiser step, from 0.
+      size: sequences in the dataset.
+      batch_size: sequences per step.
+    """
+    flat = step * batch_size + np.arange(batch_size)
+    permutations = {epoch: np.random.default_rng([seed, epoch]).permutation(size) for epoch in set(flat // size)}
+    return np.asarray([permutations[i // size][i % size] for i in flat])
+
+
+def make_batch(dataset: Dataset, indices: np.ndarray, max_tokens: int) -> dict[str, np.ndarray]:
+    """Pads sequences to one shape.
+
+    Returns:
+      tokens [B, T] int32, features [B, T, M, D] bfloat16, last_hidden [B, T, D] float16, log_normalizer [B, T], length [B]
+      (tokens, the last one included) and prompt_length [B].
+    """
+    batch = len(indices)
+    _, taps, width = dataset.features[0].shape
+    out = {
+        "tokens": np.zeros((batch, max_tokens), np.int32),
+        "features": np.zeros((batch, max_tokens, taps, width), ml_dtypes.bfloat16),
+        "last_hidden": np.zeros((batch, max_tokens, width), np.float16),
+        "log_normalizer": np.zeros((batch, max_tokens), np.float32),
+        "length": np.zeros((batch,), np.int32),
+        "prompt_length": np.zeros((batch,), np.int32),
+    }
+    for row, i in enumerate(indices):
+        tokens = dataset.tokens[i][:max_tokens]
+        read = min(len(dataset.features[i]), max_tokens)
+        out["tokens"][row, : len(tokens)] = tokens
+        out["features"][row, :read] = dataset.features[i][:read]
+        out["last_hidden"][row, :read] = dataset.last_hidden[i][:read]
+        out["log_normalizer"][row, :read] = dataset.log_normalizer[i][:read]
+        out["length"][row] = len(tokens)
+        out["prompt_length"][row] = min(dataset.prompt_lengths[i], len(tokens))
+    return out
+
+
+def text_hash(lines: Sequence[str]) -> str:
+    """Returns a short hash of a list of texts, for manifests."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,164 @@
+"""One optimiser step: backbone once for all anchors, losses chunk by chunk, gradients of both joined.
+
+Logits of all positions would be the largest array by far ([B * A * K, V']). The loss is therefore a scan over chunks of
+blocks that computes, per chunk, the losses and their gradients with respect to the hidden states and the heads; only
+these leave the chunk. The backbone's gradient follows from the hidden states' by its vector-Jacobian product. Nothing
+is computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from dspark_jax import layers
+from dspark_jax.drafters.dspark import DSparkModel, SharedWeights
+from dspark_jax.records import Params
+from train import anchors as anchors_lib
+from train import losses
+
+HEAD_NAMES = ("sequential", "confidence")
+
+
+@chex.dataclass(frozen=True)
+class TrainState:
+    """What an interrupted run needs to go on.
+
+    Attributes:
+      params: the drafter's parameters.
+      optimizer: the optimiser's state.
+      step: int32, steps taken.
+    """
+
+    params: Params
+    optimizer: Any
+    step: jax.Array
+
+
+def loss_and_gradients(
+    model: DSparkModel,
+    shared: SharedWeights,
+    params: Params,
+    batch: dict[str, jax.Array],
+    blocks: anchors_lib.Anchors,
+    loss_weights: losses.LossWeights,
+    decay: float,
+    chunk: int,
+) -> tuple[jax.Array, losses.LossSums, jax.Array, Params]:
+    """Computes the loss of a batch and its gradient.
+
+    Args:
+      model: the drafter.
+      shared: the target's frozen embedding and (reduced) head.
+      params: the drafter's parameters.
+      batch: as `train.data.make_batch` returns it.
+      blocks: anchors and labels.
+      loss_weights: weights of the three losses.
+      decay: constant of the position weights.
+      chunk: blocks per chunk; divides B * A.
+
+    Returns:
+      loss, sums, total position weight, gradients like `params`.
+    """
+    count, size = blocks.positions.size, blocks.label_ids.shape[-1]
+    weights = losses.position_weights(blocks.weight_mask, decay)
+    total_weight = weights.sum()
+    heads = {name: params[name] for name in HEAD_NAMES if name in params}
+    body = {name: value for name, value in params.items() if name not in heads}
+
+    def hidden_of(body):
+        positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
+        context = model.apply({"params": body}, batch["features"], positions, method="project_context")
+        anchor_ids = jnp.take_along_axis(batch["tokens"], blocks.positions, axis=1)
+        hidden = model.apply(
+            {"params": body}, shared.embed, anchor_ids, blocks.positions, context, blocks.positions, method="backbone"
+        )
+        return hidden.reshape(count, size, -1)
+
+    hidden, hidden_vjp = jax.vjp(hidden_of, body)
+    gather = lambda array: jnp.take_along_axis(  # noqa: E731
+        array, blocks.source_positions.reshape(array.shape[0], -1, *(1,) * (array.ndim - 2)), axis=1
+    )
+    pieces = {
+        "hidden": hidden,
+        "target_hidden": gather(batch["last_hidden"]).reshape(count, size, -1),
+        "log_normalizer": gather(batch["log_normalizer"]).reshape(count, size),
+        "previous": blocks.previous_ids.reshape(count, size),
+        "label": _label_index(shared, blocks.label_ids).reshape(count, size),
+        "weights": weights.reshape(count, size),
+    }
+    pieces = jax.tree.map(lambda a: a.reshape(count // chunk, chunk, *a.shape[1:]), pieces)
+
+    def chunk_loss(hidden, heads, piece):
+        flat = piece["target_hidden"].reshape(chunk * size, -1).astype(model.dtype)
+        target_logits = layers.to_tokens(
+            layers.linear(shared.head, layers.from_tokens(flat, model.layout), model.layout), model.layout
+        )
+        log_p = target_logits.astype(jnp.float32).reshape(chunk, size, -1) - piece["log_normalizer"][..., None]
+        logits, confidence = model.apply(
+            {"params": heads}, shared.head, hidden, piece["previous"], method="block_logits"
+        )
+        sums = losses.block_losses(logits, confidence, jnp.exp(log_p), piece["label"], piece["weights"])
+        return losses.combine(sums, loss_weights, total_weight), sums
+
+    def scan_body(carry, piece):
+        (_, sums), (d_hidden, d_heads) = jax.value_and_grad(chunk_loss, argnums=(0, 1), has_aux=True)(
+            piece["hidden"], heads, piece
+        )
+        return jax.tree.map(jnp.add, carry, (sums, d_heads)), d_hidden
+
+    zero = jnp.zeros((), jnp.float32)
+    start = (losses.LossSums(ce=zero, l1=zero, confidence=zero, accept=zero), jax.tree.map(jnp.zeros_like, heads))
+    (sums, d_heads), d_hidden = jax.lax.scan(scan_body, start, pieces)
+    (d_body,) = hidden_vjp(d_hidden.reshape(hidden.shape))
+    return losses.combine(sums, loss_weights, total_weight), sums, total_weight, {**d_body, **d_heads}
+
+
+def train_step(
+    model: DSparkModel,
+    optimizer: optax.GradientTransformation,
+    loss_weights: losses.LossWeights,
+    decay: float,
+    anchors: int,
+    chunk: int,
+    shared: SharedWeights,
+    state: TrainState,
+    batch: dict[str, jax.Array],
+    seed: jax.Array,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Samples anchors, computes gradients and takes one step; metrics are returned.
+
+    The random stream is keyed by (seed, step): a resumed run draws what the uninterrupted one would have drawn.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    place = jnp.arange(batch["tokens"].shape[1])
+    response = (place >= batch["prompt_length"][:, None]) & (place < batch["length"][:, None])
+    positions, keep = anchors_lib.sample_positions(key, response, anchors)
+    blocks = anchors_lib.make_anchors(batch["tokens"], response, positions, keep, model.config.block_size)
+    loss, sums, weight, gradients = loss_and_gradients(
+        model, shared, state.params, batch, blocks, loss_weights, decay, chunk
+    )
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    safe = jnp.maximum(weight, 1e-6)
+    metrics = {
+        "loss": loss,
+        "ce": sums.ce / safe,
+        "l1": sums.l1 / safe,
+        "confidence_loss": sums.confidence / safe,
+        "expected_acceptance": sums.accept / safe,
+        "gradient_norm": optax.global_norm(gradients),
+    }
+    return TrainState(params=params, optimizer=optimizer_state, step=state.step + 1), metrics
+
+
+def _label_index(shared: SharedWeights, label_ids: jax.Array) -> jax.Array:
+    """Places of labels in the draft vocabulary, -1 for those outside."""
+    if shared.vocab is None:
+        return label_ids
+    place = jnp.minimum(jnp.searchsorted(shared.vocab, label_ids), shared.vocab.shape[0] - 1)
+    return jnp.where(shared.vocab[place] == label_ids, place, -1)
