@@ -1,0 +1,1 @@
+"""Recipes, one runnable file each."""

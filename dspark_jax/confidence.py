@@ -23,6 +23,7 @@ class ConfidenceHead(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         c = self.config
         size = c.decoder.width + (c.markov_rank if c.confidence_reads_markov else 0)
         self.proj = layers.Linear(1, size, "token_major", use_bias=True, dtype=self.dtype)
@@ -37,5 +38,8 @@ class ConfidenceHead(nn.Module):
         Returns:
           [n] float32.
         """
-        inputs = jnp.concatenate([hidden, embedded], axis=-1) if self.config.confidence_reads_markov else hidden
+        inputs = hidden
+        if self.config.confidence_reads_markov:
+            assert embedded is not None
+            inputs = jnp.concatenate([hidden, embedded], axis=-1)
         return self.proj(inputs)[..., 0].astype(jnp.float32)

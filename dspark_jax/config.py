@@ -196,7 +196,7 @@ class DataConfig:
       temperature: Sampling temperature of the answers (0 = greedy).
       greedy_share: Share of the answers decoded greedily all the same.
       batch_size: Rows generated together.
-      drop_loops: Drop training answers that repeat themselves (`train.data.is_loop`).
+      drop_loops: Drop training answers that repeat themselves (`text_stats.is_loop`).
       seed: Seed of prompts and sampling.
     """
 
@@ -363,7 +363,9 @@ def from_config_dict(values: ml_collections.ConfigDict | Mapping[str, Any]) -> R
         f"use at most the trained block size, {recipe.drafter.block_size}",
     )
     for field in ("steps", "batch_size", "anchors", "loss_chunk", "save_every", "log_every"):
-        _require(getattr(recipe.train, field) > 0, f"config.train.{field}", getattr(recipe.train, field), "use 1 or more")
+        _require(
+            getattr(recipe.train, field) > 0, f"config.train.{field}", getattr(recipe.train, field), "use 1 or more"
+        )
     _require(
         recipe.train.anchors % recipe.train.loss_chunk == 0,
         "config.train.loss_chunk",
@@ -401,7 +403,8 @@ def _convert(value, annotation, default, where: str):
         return tuple(value)
     kinds = {"int": int, "float": (int, float), "bool": bool, "str": str}
     kind = kinds.get(annotation)
-    if kind is not None and (not isinstance(value, kind) or (annotation in ("int", "float") and isinstance(value, bool))):
+    if kind is not None and (
+        not isinstance(value, kind) or (annotation in ("int", "float") and isinstance(value, bool))
+    ):
         raise ConfigError(f"{where}: expected {annotation}, got {value!r}")
     return float(value) if annotation == "float" else value
-

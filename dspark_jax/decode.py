@@ -1,9 +1,9 @@
 """The decoding cycle: draft, schedule, verify, commit; and the loops over it.
 
 Row state: committed tokens x[0..p], where x[p] is the anchor. The target's cache and the drafter's context hold the
-positions before p. One cycle reads the anchor and l draft tokens with the target, keeps n of them, adds one token of the
-target's own and moves p by n + 1. The whole loop is one `lax.while_loop` with fixed-size buffers and no transfer to the
-host; a caller that streams runs it a few cycles at a time. The models arrive as callables.
+positions before p. One cycle reads the anchor and l draft tokens with the target, keeps n of them, adds one token of
+the target's own and moves p by n + 1. The whole loop is one `lax.while_loop` with fixed-size buffers and no transfer to
+the host; a caller that streams runs it a few cycles at a time. The models arrive as callables.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from dspark_jax import kv_cache, sampling, scheduler, verify
 from dspark_jax.drafters.base import Drafter, Observer
@@ -24,7 +24,7 @@ from dspark_jax.records import BlockKV, Draft, KVCache, Params, TargetOutput
 TargetFn = Callable[..., TargetOutput]  # (params, token_ids [B, T], cache, with_logits=True) -> TargetOutput
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class RowSettings:
     """What a request asks for, one entry per row.
 
@@ -41,7 +41,7 @@ class RowSettings:
     keys: jax.Array
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class DecodeState:
     """Everything that a loop carries.
 
@@ -85,10 +85,15 @@ class Cycle:
     widths: tuple[int, ...]
 
 
-def default_widths(block_size: int) -> tuple[int, ...]:
-    """Returns the ladder 1, 2, 4, 8, ... up to K + 1: matrix products like powers of two."""
-    widths = [w for w in (1, 2, 4, 8, 16) if w < block_size + 1]
-    return (*widths, block_size + 1)
+def default_widths(drafter: Drafter, policy: scheduler.Policy) -> tuple[int, ...]:
+    """Returns the ladder of verify widths: 1, 2, 4, 8, ... up to K + 1, or K + 1 alone if no other can occur.
+
+    Matrix products like powers of two; every width is compiled, so none is there for nothing.
+    """
+    longest = drafter.block_size + 1
+    if policy.name == "full" and drafter.always_full:
+        return (longest,)
+    return (*(w for w in (1, 2, 4, 8, 16) if w < longest), longest)
 
 
 def init_state(
@@ -138,7 +143,7 @@ def prefill(
     _, cache, observed = jax.lax.while_loop(
         lambda carry: carry[0] < jnp.max(reads), body, (jnp.zeros((), jnp.int32), state.cache, state.drafter)
     )
-    return state.replace(cache=cache, drafter=observed)
+    return dataclasses.replace(state, cache=cache, drafter=observed)
 
 
 def draft_stage(cycle: Cycle, drafter_params: Params, settings: RowSettings, state: DecodeState):
@@ -159,7 +164,14 @@ def draft_stage(cycle: Cycle, drafter_params: Params, settings: RowSettings, sta
 
 
 def verify_stage(
-    cycle: Cycle, params: Params, draft_vocab, settings: RowSettings, state: DecodeState, draft: Draft, verify_len, uniforms
+    cycle: Cycle,
+    params: Params,
+    draft_vocab,
+    settings: RowSettings,
+    state: DecodeState,
+    draft: Draft,
+    verify_len,
+    uniforms,
 ):
     """Reads anchor and drafts with the target at the narrowest sufficient width, and verifies.
 
@@ -176,6 +188,7 @@ def verify_stage(
 
         def branch(ids):
             output = cycle.target(params, ids[:, :width], state.cache)
+            assert output.logits is not None
             accepted, added = verify.verify(
                 output.logits,
                 draft,
@@ -214,7 +227,8 @@ def commit_stage(
     new = jnp.pad(draft.token_ids, ((0, 0), (0, 1)))
     new = jnp.where(place == accepted[:, None], added[:, None], new)  # [B, K+1]
     tokens, length, count, done = _store(settings, state, new, accepted + 1)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=tokens,
         length=length,
         done=done,
@@ -260,10 +274,12 @@ def autoregressive_loop(
     def body(state: DecodeState) -> DecodeState:
         anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
         output = target(params, anchor, state.cache)
+        assert output.logits is not None
         uniforms = sampling.position_uniforms(settings.keys, state.length[:, None])[:, 0, sampling.COMMIT]
         token = sampling.sample(output.logits[:, 0], settings.temperature, uniforms)
         tokens, length, count, done = _store(settings, state, token[:, None], jnp.ones_like(token))
-        return state.replace(
+        return dataclasses.replace(
+            state,
             tokens=tokens,
             length=length,
             done=done,

@@ -226,7 +226,9 @@ def prepare(
             step, observer, target.params, observer_params, settings, state, n
         )
     else:
-        cycle = decode.Cycle(step, drafter.drafter, policy or Policy(), widths or decode.default_widths(size))
+        policy = policy or Policy()
+        ladder = widths or decode.default_widths(drafter.drafter, policy)
+        cycle = decode.Cycle(step, drafter.drafter, policy, ladder)
         run = lambda state, n: decode.speculative_loop_jit(  # noqa: E731
             cycle, target.params, drafter.params, settings, state, n
         )

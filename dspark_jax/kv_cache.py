@@ -36,11 +36,15 @@ def append(cache: KVCache, block: BlockKV, count: jax.Array) -> KVCache:
       count: [B] int32 in 0..T.
     """
 
+    # The position is the length, but written so that it depends on `count`, which a decoding step knows only after its
+    # last read of the cache: XLA then updates the cache in place instead of copying it first.
+    start = jnp.minimum(cache.length, cache.length + count)
+
     def write(slots: jax.Array, new: jax.Array) -> jax.Array:
         # One slice per row, in place inside a loop; a batched scatter is far slower on a CPU.
         def row(b, slots):
             piece = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=0).astype(slots.dtype)
-            return jax.lax.dynamic_update_slice(slots, piece, (b, 0, cache.length[b], 0))
+            return jax.lax.dynamic_update_slice(slots, piece, (b, 0, start[b], 0))
 
         if slots.shape[0] == 1:
             return row(0, slots)

@@ -72,6 +72,7 @@ class Linear(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         self.weight = self.param(
             "weight", nn.initializers.normal(0.02), (self.features_out, self.features_in), self.dtype
         )
@@ -79,6 +80,7 @@ class Linear(nn.Module):
             self.bias = self.param("bias", nn.initializers.zeros, (self.features_out,), self.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to activations."""
         y = linear(self.weight, x, self.layout)
         if self.use_bias:
             y = y + (self.bias[:, None] if self.layout == "feature_major" else self.bias)
@@ -94,9 +96,11 @@ class RMSNorm(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         self.weight = self.param("weight", nn.initializers.ones, (self.width,), self.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to activations."""
         return rms_norm(x, self.weight, self.eps, axis=0 if self.layout == "feature_major" else 1)
 
 
@@ -184,7 +188,7 @@ def attend(
 def _attend_single(queries, context_keys, context_values, visible, block_keys, block_values) -> jax.Array:
     """`attend` for one token per row, as multiply-and-sum.
 
-    A batch of products with one row each is bound by reading the cache; on a CPU it runs on all cores in this form only.
+    A batch of products with one row each is bound by reading the cache; on a CPU it uses all cores in this form only.
     """
     batch, _, _, heads, dim = queries.shape
     groups, slots = context_keys.shape[1:3]
@@ -209,6 +213,7 @@ class Attention(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         c = self.config
         self.query_size = c.num_heads * c.head_dim
         self.kv_size = c.num_kv_heads * c.head_dim
@@ -294,11 +299,13 @@ class GatedMLP(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         c = self.config
         self.gate_up = Linear(2 * c.mlp_width, c.width, self.layout, dtype=self.dtype)
         self.down = Linear(c.width, c.mlp_width, self.layout, dtype=self.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to activations."""
         gate, up = split_features(self.gate_up(x), (self.config.mlp_width,) * 2, self.layout)
         return self.down(jax.nn.silu(gate) * up)
 
@@ -311,6 +318,7 @@ class DecoderLayer(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         c = self.config
         self.input_norm = RMSNorm(c.width, c.norm_eps, self.layout, self.dtype)
         self.attention = Attention(c, self.layout, self.dtype)
@@ -323,8 +331,6 @@ class DecoderLayer(nn.Module):
 
     def __call__(self, x, positions, context_keys, context_values, visible, block_mask):
         """Arguments and results as `Attention.__call__`."""
-        mixed, k, v = self.attention(
-            self.input_norm(x), positions, context_keys, context_values, visible, block_mask
-        )
+        mixed, k, v = self.attention(self.input_norm(x), positions, context_keys, context_values, visible, block_mask)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), k, v

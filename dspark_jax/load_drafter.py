@@ -54,7 +54,9 @@ def load_drafter(path: str | Path, target: Target, block_size: int = 0, force: b
 def check_block_size(config: DrafterConfig, block_size: int) -> int:
     """Returns the block size to decode with, at most the trained one."""
     if not 0 <= block_size <= config.block_size:
-        raise ConfigError(f"block_size = {block_size}: this drafter was trained for 1..{config.block_size} draft tokens")
+        raise ConfigError(
+            f"block_size = {block_size}: this drafter was trained for 1..{config.block_size} draft tokens"
+        )
     return block_size or config.block_size
 
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import chex
 import jax
+from flax import struct
 
 Params = Any  # a nested dict of arrays
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class KVCache:
     """Keys and values of the tokens that were read, with a length per row.
 
@@ -42,7 +42,7 @@ class KVCache:
     length: jax.Array
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class BlockKV:
     """Keys and values of one call's tokens, not in a cache yet.
 
@@ -55,7 +55,7 @@ class BlockKV:
     values: tuple[jax.Array, ...]
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class TargetOutput:
     """What the target returns for T tokens per row.
 
@@ -72,7 +72,7 @@ class TargetOutput:
     block: BlockKV
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class Draft:
     """A proposed block.
 

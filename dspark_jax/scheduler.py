@@ -1,7 +1,7 @@
 """Policies: how many draft tokens of each row the target verifies.
 
-A policy is a pure function of what is known before verification. It is lossless when the decision to verify token k does
-not depend on token k itself or on later ones: the threshold on c_k is, because c_k reads the tokens before k only.
+A policy is a pure function of what is known before verification. It is lossless when the decision to verify token k
+does not depend on token k itself or on later ones: the threshold on c_k is, because c_k reads the tokens before k only.
 """
 
 from __future__ import annotations

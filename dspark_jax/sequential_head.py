@@ -28,9 +28,11 @@ class SequentialHead(nn.Module):
     """W1, W2 and the head's own weights; `step` is one position, `teacher_forced` a whole block."""
 
     config: DrafterConfig
+    layout: layers.Layout
     dtype: Any = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         c = self.config
         rank, width, kind = c.markov_rank, c.decoder.width, c.sequential_head
         if kind == "none":
@@ -74,9 +76,8 @@ class SequentialHead(nn.Module):
 
     def bias(self, code: jax.Array) -> jax.Array:
         """Returns the transition bias W2 code, [n, R] -> [n, V']."""
-        return layers.to_tokens(
-            layers.linear(self.w2, layers.from_tokens(code, "feature_major"), "feature_major"), "feature_major"
-        )
+        x = layers.from_tokens(code, self.layout)
+        return layers.to_tokens(layers.linear(self.w2, x, self.layout), self.layout)
 
     def teacher_forced(self, hidden: jax.Array, previous_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes the codes of whole blocks whose previous tokens are known (training).

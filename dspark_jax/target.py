@@ -7,7 +7,7 @@ writes the cache (`kv_cache.append` does, after verification), so that rejecting
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import chex
 import flax.linen as nn
@@ -35,6 +35,7 @@ class TargetModel(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
         self.layers = [layers.DecoderLayer(c, self.layout, self.dtype) for _ in range(c.num_layers)]
@@ -84,11 +85,9 @@ class TargetStep:
 
     model: TargetModel
 
-    def __call__(
-        self, params: Params, token_ids: jax.Array, cache: KVCache, with_logits: bool = True
-    ) -> TargetOutput:
+    def __call__(self, params: Params, token_ids: jax.Array, cache: KVCache, with_logits: bool = True) -> TargetOutput:
         """Reads T tokens per row after the cache; see `TargetModel.__call__`."""
-        return self.model.apply({"params": params}, token_ids, cache, with_logits)
+        return cast("TargetOutput", self.model.apply({"params": params}, token_ids, cache, with_logits))
 
 
 def init_params(model: TargetModel, seed: int) -> Params:

@@ -1,8 +1,8 @@
 """Verification: which draft tokens are kept, and which token the target adds. Arrays in, arrays out, no model.
 
 Token-wise rejection sampling (Leviathan et al., 2023; Chen et al., 2023): keep x_k with probability
-min(1, p_k(x_k) / q_k(x_k)), stop at the first rejection, and draw one more token from norm(max(p - q, 0)) there, or from
-the target's next distribution when everything was kept. Whatever q is, the committed tokens are distributed as the
+min(1, p_k(x_k) / q_k(x_k)), stop at the first rejection, and draw one more token from norm(max(p - q, 0)) there, or
+from the target's next distribution when everything was kept. Whatever q is, the committed tokens are distributed as the
 target's. Greedy rows (temperature 0) keep x_k while it is the target's argmax, and add the argmax.
 """
 

@@ -1,0 +1,1 @@
+"""Measurement: speedup and accepted length, step times, bandwidth."""

@@ -1,0 +1,1 @@
+"""Distillation: make data, train a drafter, evaluate it by decoding."""

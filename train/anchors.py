@@ -7,12 +7,12 @@ a+k-1, and the token before it is the true one, a+k-1.
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class Anchors:
     """The blocks of a batch.
 

@@ -12,12 +12,15 @@ import dataclasses
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from dspark_jax.text_stats import is_loop
 
 
 class DataError(ValueError):
@@ -41,20 +44,6 @@ class Answered:
     features: np.ndarray
     last_hidden: np.ndarray
     log_normalizer: np.ndarray
-
-
-def is_loop(answer: Sequence[int], ngram: int = 4, share: float = 0.5) -> bool:
-    """Says whether an answer repeats itself: fewer than `share` of its n-grams are distinct.
-
-    Repetition is easy to draft, so an accepted length measured on such answers is inflated.
-
-    Args:
-      answer: token ids of the answer.
-      ngram: length of the n-grams.
-      share: threshold on distinct / all.
-    """
-    grams = [tuple(answer[i : i + ngram]) for i in range(len(answer) - ngram + 1)]
-    return len(grams) >= 8 and len(set(grams)) < share * len(grams)
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -134,7 +123,7 @@ def read_dataset(folder: Path, drop_loops: bool, min_answer: int = 4) -> Dataset
 
     Args:
       folder: the data folder.
-      drop_loops: leave out answers that repeat themselves (`is_loop`).
+      drop_loops: leave out answers that repeat themselves (`text_stats.is_loop`).
       min_answer: leave out answers shorter than this (nothing to learn from).
 
     Raises:
@@ -149,7 +138,7 @@ def read_dataset(folder: Path, drop_loops: bool, min_answer: int = 4) -> Dataset
         try:
             with np.load(path) as arrays:
                 shard = {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: damaged shard ({error}); delete it and run again, it is made anew") from error
         ends = np.cumsum(shard["lengths"])
         features = shard["features"].view(ml_dtypes.bfloat16)
@@ -181,17 +170,17 @@ def batch_indices(seed: int, step: int, size: int, batch_size: int) -> np.ndarra
       size: sequences in the dataset.
       batch_size: sequences per step.
     """
-    flat = step * batch_size + np.arange(batch_size)
-    permutations = {epoch: np.random.default_rng([seed, epoch]).permutation(size) for epoch in set(flat // size)}
-    return np.asarray([permutations[i // size][i % size] for i in flat])
+    epochs, places = np.divmod(step * batch_size + np.arange(batch_size), size)
+    order = {epoch: np.random.default_rng([seed, epoch]).permutation(size) for epoch in np.unique(epochs).tolist()}
+    return np.asarray([order[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist())])
 
 
 def make_batch(dataset: Dataset, indices: np.ndarray, max_tokens: int) -> dict[str, np.ndarray]:
     """Pads sequences to one shape.
 
     Returns:
-      tokens [B, T] int32, features [B, T, M, D] bfloat16, last_hidden [B, T, D] float16, log_normalizer [B, T], length [B]
-      (tokens, the last one included) and prompt_length [B].
+      tokens [B, T] int32, features [B, T, M, D] bfloat16, last_hidden [B, T, D] float16, log_normalizer [B, T],
+      length [B] (tokens, the last one included) and prompt_length [B].
     """
     batch = len(indices)
     _, taps, width = dataset.features[0].shape

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from dspark_jax import decode, kv_cache, sampling
 from dspark_jax.drafters.base import NoObserver
@@ -25,7 +25,7 @@ from train.data import Answered
 PREFILL_CHUNK = 16
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class Recording:
     """What the recorder has seen, by call: every call writes one slice of a buffer, for all rows at once.
 
@@ -72,7 +72,8 @@ class Recorder:
         """Writes one call's outputs; see `drafters.base.Observer`."""
         del params
         if output.last_hidden.shape[1] > 1:  # a prefill chunk
-            return state.replace(
+            return dataclasses.replace(
+                state,
                 prompt_features=_write(state.prompt_features, output.features, state.chunks),
                 prompt_hidden=_write(state.prompt_hidden, output.last_hidden, state.chunks),
                 chunks=state.chunks + 1,
@@ -81,7 +82,8 @@ class Recorder:
         logits = output.logits[:, 0]
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         active = (count > 0).astype(jnp.float32)[:, None]
-        return state.replace(
+        return dataclasses.replace(
+            state,
             features=_write(state.features, output.features[:, 0], state.steps),
             last_hidden=_write(state.last_hidden, output.last_hidden[:, 0], state.steps),
             log_normalizer=_write(state.log_normalizer, normalizer, state.steps),
@@ -128,6 +130,7 @@ def answer(
     seed: int,
     first_row: int,
     record: bool,
+    pad_to: int = 0,
 ) -> tuple[list[Answered], np.ndarray | None]:
     """Decodes one batch autoregressively.
 
@@ -142,16 +145,19 @@ def answer(
       seed: seed of the run.
       first_row: number of the first row in the run (keys its random stream).
       record: whether to keep what training needs; without it the arrays of the answers are empty.
+      pad_to: rows to fill the batch up to, with rows that are done from the start: one compiled shape for all batches.
 
     Returns:
       the answered sequences, and the target's probability mass per token [V] (None without recording).
     """
-    batch = len(prompts)
+    count = len(prompts)
+    fill = max(pad_to - count, 0)
+    batch = count + fill
     slots = max_prompt + max_new + PREFILL_CHUNK
-    padded, lengths = pad_prompts(prompts, slots, 0)
+    padded, lengths = pad_prompts([*prompts, *[[0]] * fill], slots, 0)
     settings = decode.RowSettings(
-        budget=jnp.full((batch,), max_new, jnp.int32),
-        temperature=jnp.asarray(temperatures, jnp.float32),
+        budget=jnp.asarray([max_new] * count + [0] * fill, jnp.int32),
+        temperature=jnp.asarray([*temperatures, *[0.0] * fill], jnp.float32),
         stop_ids=jnp.tile(jnp.asarray(list(stop_ids) or [-1], jnp.int32), (batch, 1)),
         keys=sampling.row_keys(seed, first_row + jnp.arange(batch)),
     )
@@ -167,17 +173,15 @@ def answer(
     tokens, ends = np.asarray(state.tokens), np.asarray(state.length)
     if isinstance(observer, NoObserver):
         none = np.zeros((0,))
-        return [Answered(tokens[b, : ends[b]], int(lengths[b]), none, none, none) for b in range(batch)], None
+        return [Answered(tokens[b, : ends[b]], int(lengths[b]), none, none, none) for b in range(count)], None
     answered = [
         Answered(tokens[b, : ends[b]], int(lengths[b]), *arrays)
-        for b, arrays in enumerate(observer.rows(state.drafter, lengths, ends))
+        for b, arrays in enumerate(observer.rows(state.drafter, lengths[:count], ends))
     ]
     return answered, np.asarray(state.drafter.mass)
 
 
-def write_prompts(
-    target: Target, count: int, max_tokens: int, batch_size: int, seed: int, progress=None
-) -> list[str]:
+def write_prompts(target: Target, count: int, max_tokens: int, batch_size: int, seed: int, progress=None) -> list[str]:
     """Lets the target write user turns: it continues its own chat template from where a user would type.
 
     Args:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class LossWeights:
     """Weights of the three losses in their sum."""
 
@@ -26,7 +27,7 @@ class LossWeights:
     confidence: float
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class LossSums:
     """Weighted sums over positions, float32 scalars.
 

@@ -104,7 +104,8 @@ def make_data(recipe: RecipeConfig, target: Target, folder: Path, progress: Prog
         differing = sorted(key for key in manifest if found.get(key) != json.loads(json.dumps(manifest[key])))
         if differing:
             raise data.DataError(
-                f"{folder} holds data made with another {', '.join(differing)}; choose another --config.out or delete it"
+                f"{folder} holds data made with another {', '.join(differing)};"
+                " choose another --config.out or delete it"
             )
     else:
         data.write_json(path, manifest)
@@ -133,6 +134,7 @@ def make_data(recipe: RecipeConfig, target: Target, folder: Path, progress: Prog
                 recipe.data.seed,
                 first,
                 record=True,
+                pad_to=batch,
             )
             assert mass is not None
             data.write_shard(folder, index, answers, {"mass": mass})

@@ -8,12 +8,12 @@ is computed twice.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from dspark_jax import layers
 from dspark_jax.drafters.dspark import DSparkModel, SharedWeights
@@ -24,7 +24,7 @@ from train import losses
 HEAD_NAMES = ("sequential", "confidence")
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class TrainState:
     """What an interrupted run needs to go on.
 
@@ -77,7 +77,7 @@ def loss_and_gradients(
         hidden = model.apply(
             {"params": body}, shared.embed, anchor_ids, blocks.positions, context, blocks.positions, method="backbone"
         )
-        return hidden.reshape(count, size, -1)
+        return cast("jax.Array", hidden).reshape(count, size, -1)
 
     hidden, hidden_vjp = jax.vjp(hidden_of, body)
     gather = lambda array: jnp.take_along_axis(  # noqa: E731
@@ -99,7 +99,7 @@ def loss_and_gradients(
             layers.linear(shared.head, layers.from_tokens(flat, model.layout), model.layout), model.layout
         )
         log_p = target_logits.astype(jnp.float32).reshape(chunk, size, -1) - piece["log_normalizer"][..., None]
-        logits, confidence = model.apply(
+        logits, confidence = cast("Any", model.apply)(
             {"params": heads}, shared.head, hidden, piece["previous"], method="block_logits"
         )
         sums = losses.block_losses(logits, confidence, jnp.exp(log_p), piece["label"], piece["weights"])

@@ -61,7 +61,7 @@ def params_from_tensors(config: DrafterConfig, tensors: Mapping[str, np.ndarray]
     for i in range(config.decoder.num_layers):
         params[f"layers_{i}"] = layer_params(tensors, f"layers.{i}.", config.decoder, dtype)
     if config.sequential_head != "none":
-        head = {"w1": get("markov_head.markov_w1.weight"), "w2": get("markov_head.markov_w2.weight")}
+        head: dict[str, Any] = {"w1": get("markov_head.markov_w1.weight"), "w2": get("markov_head.markov_w2.weight")}
         own = {"gated": "gate", "rnn": "joint"}.get(config.sequential_head)
         if own:
             head[own] = {

@@ -1,7 +1,8 @@
 """Our own drafter checkpoints: an Orbax folder of parameters beside a JSON file of everything else.
 
 A drafter folder holds `drafter.json` (the `DrafterConfig`: what must be true of the target), `draft_vocab.npy` if the
-vocabulary is reduced, and `checkpoints/` with the training state of the latest steps. Only the parameters are read here.
+vocabulary is reduced, and `checkpoints/` with the training state of the latest steps. Only the parameters are
+read here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def read_description(folder: Path) -> tuple[DrafterConfig, np.ndarray | None]:
     """
     path = folder / CONFIG_FILE
     if not path.exists():
-        raise CheckpointError(f"{folder} is no drafter folder: it has no {CONFIG_FILE}; pass the output of train.distill")
+        raise CheckpointError(
+            f"{folder} is no drafter folder: it has no {CONFIG_FILE}; pass the output of train.distill"
+        )
     try:
         config = drafter_config_from_dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:

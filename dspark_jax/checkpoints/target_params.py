@@ -67,5 +67,8 @@ def split_layer_params(params: Params, prefix: str, config: DecoderConfig) -> di
         "mlp.down_proj": params["mlp"]["down"]["weight"],
     }
     if config.qk_norm:
-        tensors |= {"self_attn.q_norm": params["attention"]["q_norm"], "self_attn.k_norm": params["attention"]["k_norm"]}
+        tensors |= {
+            "self_attn.q_norm": params["attention"]["q_norm"],
+            "self_attn.k_norm": params["attention"]["k_norm"],
+        }
     return {f"{prefix}{name}.weight": np.asarray(value) for name, value in tensors.items()}

@@ -50,6 +50,7 @@ class Drafter(Observer, Protocol):
     Attributes:
       block_size: K, tokens proposed per cycle.
       tapped_layers: target layers whose outputs `commit` wants.
+      always_full: every draft has K tokens; the verify width then depends on the policy alone.
     """
 
     @property
@@ -57,6 +58,9 @@ class Drafter(Observer, Protocol):
 
     @property
     def tapped_layers(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def always_full(self) -> bool: ...  # noqa: D102
 
     def init_state(self, batch: int, slots: int) -> Any:
         """Returns the state of `batch` rows that have read nothing, for sequences of up to `slots` tokens."""

@@ -9,21 +9,21 @@ softmax(U_k + B_k). The embedding table and the LM head are the target's, shared
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from dspark_jax import kv_cache, layers, sampling
-from dspark_jax.config import DrafterConfig
 from dspark_jax.confidence import ConfidenceHead
+from dspark_jax.config import DrafterConfig
 from dspark_jax.records import BlockKV, Draft, KVCache, Params
 from dspark_jax.sequential_head import SequentialHead
 
 
-@chex.dataclass(frozen=True)
+@struct.dataclass
 class SharedWeights:
     """The target's frozen weights that a drafter uses.
 
@@ -58,12 +58,13 @@ class DSparkModel(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self):
+        """Declares the parameters."""
         c, body = self.config, self.config.decoder
         self.fc = layers.Linear(body.width, len(c.tapped_layers) * body.width, self.layout, dtype=self.dtype)
         self.context_norm = layers.RMSNorm(body.width, body.norm_eps, self.layout, self.dtype)
         self.layers = [layers.DecoderLayer(body, self.layout, self.dtype) for _ in range(body.num_layers)]
         self.norm = layers.RMSNorm(body.width, body.norm_eps, self.layout, self.dtype)
-        self.sequential = SequentialHead(c, self.dtype)
+        self.sequential = SequentialHead(c, self.layout, self.dtype)
         if c.confidence_head:
             self.confidence = ConfidenceHead(c, self.dtype)
 
@@ -209,10 +210,12 @@ class DSparkDrafter:
     Attributes:
       model: the Linen module.
       block_size: tokens proposed per cycle, at most the trained K.
+      always_full: see `base.Drafter`.
     """
 
     model: DSparkModel
     block_size: int
+    always_full: bool = True
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:
@@ -226,7 +229,7 @@ class DSparkDrafter:
     def draft(self, params, state, tokens, length, uniforms, temperature) -> Draft:
         """Proposes a block; see `base.Drafter.draft`."""
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
-        return self.model.apply(
+        draft = self.model.apply(
             {"params": params["model"]},
             params["shared"],
             anchor,
@@ -236,12 +239,13 @@ class DSparkDrafter:
             temperature,
             method="draft_block",
         )
+        return cast("Draft", draft)
 
     def commit(self, params, state, output, count) -> KVCache:
         """Projects features into the context; see `base.Observer.commit`."""
         positions = state.length[:, None] + jnp.arange(output.features.shape[1])
         block = self.model.apply({"params": params["model"]}, output.features, positions, method="project_context")
-        return kv_cache.append(state, block, count)
+        return kv_cache.append(state, cast("BlockKV", block), count)
 
     def draft_vocab(self, params) -> jax.Array | None:
         """Returns the reduced vocabulary's ids, or None."""

@@ -22,12 +22,15 @@ class PromptLookupDrafter:
       block_size: K, tokens proposed per cycle.
       max_ngram: longest suffix that is matched.
       min_ngram: shortest match that is used; with none, nothing is proposed.
+      tapped_layers: none, it reads no features.
+      always_full: see `base.Drafter`; a match near the end has a short continuation.
     """
 
     block_size: int = 3
     max_ngram: int = 4
     min_ngram: int = 1
     tapped_layers: tuple[int, ...] = ()
+    always_full: bool = False
 
     def init_state(self, batch: int, slots: int) -> tuple[()]:
         """Has no state: the row's tokens are all it needs."""
@@ -51,9 +54,7 @@ class PromptLookupDrafter:
             end = jnp.argmax(score)
             available = jnp.minimum(self.block_size, length - 1 - end)
             count = jnp.where(score[end] >= 0, available, 0)
-            block = jax.lax.dynamic_slice_in_dim(
-                jnp.pad(tokens, (0, self.block_size)), end + 1, self.block_size
-            )
+            block = jax.lax.dynamic_slice_in_dim(jnp.pad(tokens, (0, self.block_size)), end + 1, self.block_size)
             return block, count.astype(jnp.int32)
 
         block, count = jax.vmap(row)(tokens, length)

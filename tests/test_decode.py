@@ -1,0 +1,372 @@
+"""The decoding cycle on a tiny random target: the text is the target's own, whatever drafts it."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dspark_jax
+from dspark_jax import decode, generation
+from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, shared_weights
+from dspark_jax.generation import LoadedDrafter
+from dspark_jax.records import Draft
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SLOTS = 128  # one size for everything: prompt 40 + budget 30 + 32 spare
+BUDGET = 30
+VOCAB = 97
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedDrafter:
+    """Proposes params["script"][row, position..] with the confidences of params["confidence"]: full control."""
+
+    block_size: int
+    tapped_layers: tuple[int, ...] = ()
+    always_full: bool = True
+
+    def init_state(self, batch, slots):
+        del batch, slots
+        return ()
+
+    def draft(self, params, state, tokens, length, uniforms, temperature):
+        del state, tokens, uniforms, temperature
+        place = length[:, None] + jnp.arange(self.block_size)
+        take = lambda table: jnp.take_along_axis(table, place, axis=1)  # noqa: E731
+        full = jnp.full(length.shape, self.block_size, jnp.int32)
+        return Draft(
+            token_ids=take(params["script"]), logits=None, confidence_logits=take(params["confidence"]), length=full
+        )
+
+    def commit(self, params, state, output, count):
+        del params, output, count
+        return state
+
+    def draft_vocab(self, params):
+        del params
+
+
+def scripted(rows: list[list[int]], block_size: int, confidence: np.ndarray | None = None) -> LoadedDrafter:
+    """A drafter that knows each row's whole text (prompt included) in advance."""
+    script = np.zeros((len(rows), SLOTS), np.int32)
+    for b, row in enumerate(rows):
+        script[b, : len(row)] = row
+    confidence = np.zeros(script.shape, np.float32) if confidence is None else confidence
+    params = {"script": jnp.asarray(script), "confidence": jnp.asarray(confidence)}
+    return LoadedDrafter(ScriptedDrafter(block_size), params, "scripted")
+
+
+def random_dspark(target, seed: int = 0, vocab: np.ndarray | None = None, text: list[int] = (), **fields):
+    """A random DSpark drafter; where the head is a plain Markov one, it starts from the bigrams of `text`."""
+    config = DrafterConfig(
+        **{
+            "decoder": dataclasses.replace(target.config, num_layers=1),
+            "tapped_layers": (-1, 1),
+            "mask_token_id": 5,
+            "markov_rank": VOCAB,
+            "target_layers": target.config.num_layers,
+            "draft_vocab_size": 0 if vocab is None else len(vocab),
+            **fields,
+        }
+    )
+    model = DSparkModel(config, target.layout)
+    shared = shared_weights(target.params, None if vocab is None else jnp.asarray(vocab))
+    features = jnp.zeros((1, 1, len(config.tapped_layers), config.decoder.width))
+    params = jax.jit(lambda key: model.init(key, shared, features, method="init_everything"))(jax.random.key(seed))
+    params = params["params"]
+    if config.sequential_head in ("vanilla", "gated"):
+        counts = np.zeros((VOCAB, VOCAB), np.float32)
+        np.add.at(counts, (text[1:], text[:-1]), 20.0)
+        params["sequential"]["w1"] = jnp.eye(VOCAB)
+        params["sequential"]["w2"] = jnp.asarray(counts if vocab is None else counts[vocab])
+    return LoadedDrafter(DSparkDrafter(model, config.block_size), {"model": params, "shared": shared}, "dspark")
+
+
+def run(target, prompts, **options):
+    options = {"max_new_tokens": BUDGET, "cache_slots": SLOTS, **options}
+    return dspark_jax.generate(target, prompts, **options).rows
+
+
+@pytest.fixture(scope="module")
+def baseline(tiny_target, tiny_prompts):
+    """The four prompts decoded autoregressively and greedily, all at once."""
+    rows = run(tiny_target, tiny_prompts)
+    assert all(len(set(row.token_ids)) > 5 for row in rows)  # not one token over and over
+    return rows
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_prompts, baseline):
+    """Prompt and greedy answer of every row."""
+    return [prompt + row.token_ids for prompt, row in zip(tiny_prompts, baseline)]
+
+
+def test_autoregressive_rows_are_alone_in_their_batch(tiny_target, tiny_prompts, baseline):
+    for prompt, row in zip(tiny_prompts, baseline):
+        (alone,) = run(tiny_target, [prompt])
+        assert alone.token_ids == row.token_ids
+        assert alone.accepted_lengths == [1] * BUDGET
+
+
+DSPARK = {
+    "none": {"sequential_head": "none", "block_size": 1, "confidence_head": False, "confidence_reads_markov": False},
+    "vanilla": {"sequential_head": "vanilla", "block_size": 2},
+    "gated": {"sequential_head": "gated", "block_size": 5, "confidence_reads_markov": False},
+    "rnn": {"sequential_head": "rnn", "block_size": 4},
+    "reduced": {"sequential_head": "vanilla", "block_size": 6, "vocab": np.arange(0, VOCAB, 2)},
+    "anchor_only": {"sequential_head": "vanilla", "block_size": 7, "anchor_layout": "anchor_only"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold"),
+    [("none", None), ("vanilla", 0.5), ("gated", None), ("rnn", 0.5), ("reduced", None), ("anchor_only", None)],
+)
+def test_speculative_greedy_is_autoregressive(tiny_target, tiny_prompts, baseline, whole, name, threshold):
+    """Every head, both layouts of the anchor, a reduced vocabulary; K from 1 to 7; batch 4 and 1."""
+    text = [token for row in whole for token in row]
+    drafter = random_dspark(tiny_target, text=text, **DSPARK[name])
+    policy = dspark_jax.Policy() if threshold is None else dspark_jax.Policy("threshold", threshold)
+    options = {"drafter": drafter, "policy": policy}
+    if name == "rnn":
+        options["widths"] = (2, 5)  # another ladder than the default one
+    rows = run(tiny_target, tiny_prompts, **options)
+    for row, expected in zip(rows, baseline):
+        assert row.token_ids == expected.token_ids
+        assert sum(row.accepted_lengths) == len(row.token_ids)
+        size = drafter.drafter.block_size
+        assert all(1 <= a <= v + 1 <= size + 1 for a, v in zip(row.accepted_lengths, row.verify_lengths))
+    lengths = [v for row in rows for v in row.verify_lengths]
+    if threshold is None:
+        assert set(lengths) == {drafter.drafter.block_size}
+    if name in ("vanilla", "gated", "anchor_only"):  # bigrams of the very text: some drafts must be right
+        assert max(a for row in rows for a in row.accepted_lengths) > 1
+    (alone,) = run(tiny_target, tiny_prompts[2:3], **options)
+    assert alone.token_ids == baseline[2].token_ids
+
+
+def test_prompt_lookup_greedy_is_autoregressive(tiny_target, tiny_prompts, baseline, whole):
+    rows = run(tiny_target, tiny_prompts, drafter=dspark_jax.prompt_lookup(3))
+    assert [r.token_ids for r in rows] == [r.token_ids for r in baseline]
+    # A prompt that holds its own answer twice over: the lookup finds it.
+    text = whole[1]
+    repeated = text[: len(text) // 2] * 2
+    (row,) = run(tiny_target, [repeated], drafter=dspark_jax.prompt_lookup(3))
+    assert row.token_ids == run(tiny_target, [repeated])[0].token_ids
+
+
+def test_prompt_lookup_proposes_the_longest_latest_match():
+    drafter = dspark_jax.prompt_lookup(3, max_ngram=3).drafter
+    cases = [
+        ([1, 2, 3, 4, 9, 2, 3, 5, 2, 3], [5, 2, 3], 3),  # the later of two equal matches
+        ([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], [4, 9, 2], 3),  # the longer one, though earlier
+        ([7, 8, 7], [8, 7], 2),  # only two tokens follow
+        ([7, 7], [7], 1),
+        ([1, 2, 3], [], 0),  # no match
+        ([4], [], 0),
+    ]
+    tokens = np.full((len(cases), 16), 3, np.int32)  # garbage beyond the length must not match
+    for row, (prompt, _, _) in enumerate(cases):
+        tokens[row, : len(prompt)] = prompt
+    length = jnp.asarray([len(c[0]) for c in cases])
+    draft = jax.jit(lambda t, n: drafter.draft((), (), t, n, None, None))(jnp.asarray(tokens), length)
+    for row, (_, expected, count) in enumerate(cases):
+        assert int(draft.length[row]) == count
+        assert np.asarray(draft.token_ids)[row, :count].tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def corrupted(whole):
+    """The rows' true texts with about a third of the tokens wrong: accepted lengths of every size."""
+    rng = np.random.default_rng(0)
+    return [[t if rng.random() < 0.7 else (t + 1) % VOCAB for t in row] for row in whole]
+
+
+def test_scripted_drafts(tiny_target, tiny_prompts, baseline, whole, corrupted):
+    rows = run(tiny_target, tiny_prompts, drafter=scripted(corrupted, 4))
+    seen = set()
+    for prompt, row, expected, script, text in zip(tiny_prompts, rows, baseline, corrupted, whole):
+        assert row.token_ids == expected.token_ids
+        assert sum(row.accepted_lengths) == BUDGET
+        place = len(prompt)
+        for accepted in row.accepted_lengths:
+            wrong = [i for i in range(4) if place + i < len(text) and script[place + i] != text[place + i]]
+            assert accepted == min((wrong[0] if wrong else 4) + 1, len(text) - place)
+            place += accepted
+            seen.add(accepted)
+    assert seen == {1, 2, 3, 4, 5}
+
+
+def test_perfect_drafts_are_cut_at_the_budget(tiny_target, tiny_prompts, baseline, whole):
+    """Budgets of 0 and 1, in the middle and at the end of a block, side by side; nothing beyond is counted."""
+    drafter = scripted(whole, 4)
+    for budgets in ([0, 1, 2, 5], [4, 6, 10, 0], [0, 0, 0, 0]):
+        rows = run(tiny_target, tiny_prompts, drafter=drafter, max_new_tokens=budgets)
+        for row, budget, expected in zip(rows, budgets, baseline):
+            assert row.token_ids == expected.token_ids[:budget]
+            assert row.accepted_lengths == [5] * (budget // 5) + [budget % 5] * (budget % 5 > 0)
+            assert not row.stopped
+
+
+def test_stop_tokens_at_every_place_of_a_block(tiny_target, tiny_prompts, baseline, whole):
+    """The stop token ends the row wherever it stands in the block; it is kept, and nothing after it."""
+    for place in range(5):
+        stop = baseline[3].token_ids[place]
+        rows = run(tiny_target, tiny_prompts, drafter=scripted(whole, 4), stop_ids=[stop])
+        plain = run(tiny_target, tiny_prompts, stop_ids=[stop])
+        for row, without, full in zip(rows, plain, baseline):
+            end = full.token_ids.index(stop) + 1 if stop in full.token_ids else BUDGET
+            assert row.token_ids == without.token_ids == full.token_ids[:end]
+            assert row.stopped == without.stopped == (stop in full.token_ids)
+            assert sum(row.accepted_lengths) == end
+        assert rows[3].stopped
+
+
+def test_a_drafted_stop_token_that_is_rejected_stops_nothing(tiny_target, tiny_prompts, baseline, whole):
+    absent = next(t for t in range(VOCAB) if all(t not in row for row in whole))
+    script = [row[:-3] + [absent] * 3 for row in whole]
+    rows = run(tiny_target, tiny_prompts, drafter=scripted(script, 4), stop_ids=[absent])
+    assert [r.token_ids for r in rows] == [r.token_ids for r in baseline]
+    assert not any(r.stopped for r in rows)
+
+
+def test_threshold_cuts_where_confidence_falls(tiny_target, tiny_prompts, baseline, whole):
+    """Confidence below the threshold at some places: verify lengths follow it, the text does not change."""
+    confidence = np.where(np.random.default_rng(1).random((4, SLOTS)) < 0.7, 2.0, -2.0).astype(np.float32)
+    drafter = scripted(whole, 4, confidence)
+    rows = run(tiny_target, tiny_prompts, drafter=drafter, policy=dspark_jax.Policy("threshold", 0.5))
+    seen = set()
+    for b, (prompt, row, expected) in enumerate(zip(tiny_prompts, rows, baseline)):
+        assert row.token_ids == expected.token_ids
+        place = len(prompt)
+        for accepted, length in zip(row.accepted_lengths, row.verify_lengths):
+            low = np.flatnonzero(confidence[b, place : place + 4] < 0)
+            assert length == (low[0] if len(low) else 4)
+            assert accepted == min(length + 1, len(prompt) + BUDGET - place)
+            place += accepted
+            seen.add(length)
+    assert seen == {0, 1, 2, 3, 4}
+
+
+@pytest.fixture(scope="module")
+def markov(tiny_target, whole):
+    text = [token for row in whole for token in row]
+    return random_dspark(tiny_target, text=text, sequential_head="vanilla", block_size=3)
+
+
+def test_caches_equal_a_fresh_run(tiny_target, tiny_prompts, markov):
+    """After cycles with different accepted lengths the caches hold what a prefill of the same tokens writes."""
+    options = {"drafter": markov, "cache_slots": SLOTS, "max_new_tokens": BUDGET}
+    session = generation.prepare(tiny_target, tiny_prompts, **options)
+    state = session.run(session.state, 6)
+    lengths = np.asarray(state.length)
+    assert len(set((lengths - [len(p) for p in tiny_prompts]).tolist())) > 1  # rows moved by different steps
+    tokens = [np.asarray(state.tokens)[b, : lengths[b]].tolist() for b in range(4)]
+    fresh = generation.prepare(tiny_target, tokens, **options).state
+    for ours, again in ((state.cache, fresh.cache), (state.drafter, fresh.drafter)):
+        np.testing.assert_array_equal(ours.length, lengths - 1)
+        np.testing.assert_array_equal(again.length, lengths - 1)
+        for a, b in zip((*ours.keys, *ours.values), (*again.keys, *again.values)):
+            for row in range(4):
+                used = slice(0, lengths[row] - 1)
+                # Float32 sums over calls of other widths; entries are of order 1 to 10.
+                np.testing.assert_allclose(a[row, :, used], b[row, :, used], atol=1e-4, rtol=1e-4)
+    step = jax.jit(lambda params, ids, cache: tiny_target.step()(params, ids, cache).logits)
+    anchors = jnp.asarray([[row[-1]] for row in tokens])
+    ours, again = (step(tiny_target.params, anchors, cache) for cache in (state.cache, fresh.cache))
+    np.testing.assert_allclose(ours, again, atol=1e-3, rtol=1e-4)  # logits reach 100 here
+
+
+def test_a_row_does_not_know_its_batch(tiny_target, tiny_prompts, markov, baseline):
+    """Sampled rows beside greedy ones, keyed by their own number: the same text alone."""
+    temperature = [0.0, 1.0, 0.0, 1.0]
+    numbers = [7, 3, 11, 5]
+    for drafter in (markov, None):
+        rows = run(tiny_target, tiny_prompts, drafter=drafter, temperature=temperature, rows=numbers, seed=2)
+        for b in range(4):
+            alone = run(
+                tiny_target,
+                tiny_prompts[b : b + 1],
+                drafter=drafter,
+                temperature=temperature[b],
+                rows=numbers[b : b + 1],
+                seed=2,
+            )[0]
+            assert alone.token_ids == rows[b].token_ids
+            assert alone.accepted_lengths == rows[b].accepted_lengths
+        assert rows[0].token_ids == baseline[0].token_ids
+        assert rows[2].token_ids == baseline[2].token_ids
+        assert rows[1].token_ids != baseline[1].token_ids  # it does sample
+    other = run(tiny_target, tiny_prompts, temperature=temperature, rows=numbers, seed=3)
+    assert other[1].token_ids != rows[1].token_ids
+
+
+def test_sampled_pairs_have_the_targets_distribution(tiny_target, markov, whole):
+    """2048 rows of one prompt: the first two new tokens against the target's exact joint distribution."""
+    rows = 2048
+    # A place where the drafter's bigrams are right about the greedy token: some drafts are kept, some are not.
+    text = [token for row in whole for token in row]
+    successor = lambda token: int(np.bincount([b for a, b in itertools.pairwise(text) if a == token]).argmax())  # noqa: E731
+    place = next(i for i in range(12, len(whole[1])) if successor(whole[1][i - 1]) == whole[1][i])
+    prompt = whole[1][:place]
+    samples = run(tiny_target, [prompt] * rows, drafter=markov, temperature=1.0, max_new_tokens=2, cache_slots=64)
+    assert max(a for r in samples for a in r.accepted_lengths) == 2  # drafts were accepted
+    assert min(a for r in samples for a in r.accepted_lengths) == 1  # and rejected
+    pairs = np.asarray([r.token_ids for r in samples])
+    step = jax.jit(lambda ids, cache: tiny_target.step()(tiny_target.params, ids, cache).logits)
+    ids = np.concatenate([np.tile(prompt, (VOCAB, 1)), np.arange(VOCAB)[:, None]], axis=1)
+    logits = step(jnp.asarray(ids, jnp.int32), generation.kv_cache.init_cache(tiny_target.config, VOCAB, 1))
+    p = np.asarray(jax.nn.softmax(logits[:, -2:], axis=-1), np.float64)
+    joint = (p[0, 0][:, None] * p[:, 1]).reshape(-1)
+    counts = np.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2)
+    # Rare pairs are joined into one cell, so that every cell expects five or more: then the statistic is chi-square
+    # with (cells - 1) degrees of freedom; five deviations, and the seed is fixed.
+    often = rows * joint >= 5
+    assert often.sum() >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    expected = rows * np.append(joint[often], joint[~often].sum())
+    freedom = len(observed) - 1
+    assert ((observed - expected) ** 2 / expected).sum() < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_one_compile_per_shape(tiny_target, tiny_prompts, markov):
+    """Other prompts, temperatures, budgets, seeds and weights of the same shape compile nothing."""
+    run(tiny_target, tiny_prompts, drafter=markov)
+    before = (decode.speculative_loop_jit._cache_size(), decode.prefill_jit._cache_size())
+    other = LoadedDrafter(markov.drafter, jax.tree.map(lambda w: w * 1, markov.params), "dspark")
+    run(
+        tiny_target,
+        [[3], [1, 2], [4] * 35, [5] * 20],
+        drafter=other,
+        temperature=[0.0, 1.0, 0.5, 0.0],
+        max_new_tokens=[3, 9, 0, 7],
+        seed=9,
+    )
+    assert (decode.speculative_loop_jit._cache_size(), decode.prefill_jit._cache_size()) == before
+    run(tiny_target, tiny_prompts[:3], drafter=markov, max_new_tokens=1)  # another batch does
+    assert decode.speculative_loop_jit._cache_size() == before[0] + 1
+
+
+@pytest.mark.parametrize("cycles", [1, 3])
+def test_stream_gives_what_generate_gives(tiny_target, tiny_prompts, markov, cycles):
+    options = {"drafter": markov, "cache_slots": SLOTS, "max_new_tokens": BUDGET}
+    (row,) = run(tiny_target, tiny_prompts[1:2], drafter=markov)
+    pieces = list(dspark_jax.stream(tiny_target, tiny_prompts[1], cycles_per_piece=cycles, **options))
+    assert [token for piece in pieces for token in piece] == row.token_ids
+    grouped = [sum(row.accepted_lengths[i : i + cycles]) for i in range(0, len(row.accepted_lengths), cycles)]
+    assert [len(piece) for piece in pieces] == grouped
+
+
+@pytest.mark.parametrize(
+    ("size", "ladder"), [(1, (1, 2)), (5, (1, 2, 4, 6)), (7, (1, 2, 4, 8)), (15, (1, 2, 4, 8, 16))]
+)
+def test_default_widths(size, ladder):
+    drafter, full, threshold = ScriptedDrafter(size), dspark_jax.Policy(), dspark_jax.Policy("threshold", 0.5)
+    assert decode.default_widths(drafter, threshold) == ladder
+    assert decode.default_widths(drafter, full) == ladder[-1:]
+    assert decode.default_widths(dspark_jax.prompt_lookup(size).drafter, full) == ladder

@@ -1,0 +1,160 @@
+"""Drafters against the published PyTorch reference: losses, gradients, and every greedy decoding trace."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax import decode, kv_cache, sampling, scheduler
+from dspark_jax.checkpoints import deepspec
+from dspark_jax.checkpoints.huggingface import read_folder
+from dspark_jax.checkpoints.target_params import target_params
+from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, SharedWeights
+from dspark_jax.target import TargetModel, TargetStep
+from train import anchors, losses, step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+HEADS = ["vanilla", "gated", "rnn", "dflash"]
+TRACES = [(h, t) for h in HEADS for t in ("0.0", "0.2") if (h, t) != ("dflash", "0.2")]  # dflash has no confidence
+SLOTS = 128
+
+
+def load(golden, head):
+    config, tensors = deepspec.read_folder(golden / f"draft_qwen3_{head}")
+    shared = SharedWeights(
+        embed=jnp.asarray(tensors["embed_tokens.weight"]), head=jnp.asarray(tensors["lm_head.weight"]), vocab=None
+    )
+    return config, deepspec.params_from_tensors(config, tensors), shared
+
+
+def test_every_trace_is_compared(golden):
+    found = {(p.parent.name.removeprefix("draft_qwen3_"), p.stem[-3:]) for p in golden.glob("draft_*/greedy_*.json")}
+    assert found == set(TRACES)
+
+
+@pytest.mark.parametrize("layout", ["feature_major", "token_major"])
+@pytest.mark.parametrize("head", HEADS)
+def test_training(golden, head, layout):
+    config, params, shared = load(golden, head)
+    recorded = np.load(golden / f"draft_qwen3_{head}" / "train_golden.npz")
+    model = DSparkModel(config, layout)
+    tokens = jnp.asarray(recorded["input_ids"], jnp.int32)
+    hidden = jnp.asarray(recorded["target_last_hidden"])
+    batch = {
+        "tokens": tokens,
+        "features": jnp.asarray(recorded["target_features"]).reshape(*tokens.shape, len(config.tapped_layers), -1),
+        "last_hidden": hidden,
+        "log_normalizer": jax.nn.logsumexp(hidden @ shared.head.T, -1),
+    }
+    blocks = anchors.make_anchors(
+        tokens,
+        jnp.asarray(recorded["loss_mask"]) > 0,
+        jnp.asarray(recorded["anchor_positions"], jnp.int32),
+        jnp.asarray(recorded["block_keep_mask"]),
+        config.block_size,
+    )
+    mask = recorded["eval_mask"]
+    np.testing.assert_array_equal(blocks.weight_mask, mask)
+    np.testing.assert_array_equal(np.asarray(blocks.label_ids)[mask], recorded["target_ids"][mask])
+
+    is_dflash = head == "dflash"
+    weights = (
+        losses.LossWeights(ce=1.0, l1=0.0, confidence=0.0)
+        if is_dflash
+        else losses.LossWeights(ce=0.1, l1=0.9, confidence=1.0)
+    )
+
+    @jax.jit
+    def run(params):
+        result = step.loss_and_gradients(model, shared, params, batch, blocks, weights, 4.0, 4)
+        return *result, *block_logits(model, params, shared, batch, blocks)
+
+    loss, sums, total_weight, gradients, logits, confidence = run(params)
+
+    # Losses are sums of 60 float32 terms: 1e-5 relative is rounding.
+    np.testing.assert_allclose(loss, recorded["loss"], rtol=1e-5)
+    np.testing.assert_allclose(total_weight, recorded["term/ce_loss_den"], rtol=1e-5)
+    np.testing.assert_allclose(sums.ce, recorded["term/ce_loss_num"], rtol=1e-5)
+    if not is_dflash:
+        np.testing.assert_allclose(sums.l1, recorded["term/l1_loss_num"], rtol=1e-5)
+        np.testing.assert_allclose(sums.confidence, recorded["term/confidence_loss_num"], rtol=1e-5)
+    # Logits are of order 1 and come out of two layers in float32.
+    np.testing.assert_allclose(np.asarray(logits)[mask], recorded["draft_logits"][mask], atol=2e-5, rtol=0)
+    if not is_dflash:
+        np.testing.assert_allclose(np.asarray(confidence)[mask], recorded["confidence_logits"][mask], atol=2e-5, rtol=0)
+
+    # A gradient entry is a sum with cancellation: compare with the tensor's largest one.
+    ours = deepspec.tensors_from_params(config, gradients)
+    names = [name.removeprefix("grad/") for name in recorded.files if name.startswith("grad/")]
+    assert set(names) == set(ours)
+    for name in names:
+        expected = recorded[f"grad/{name}"]
+        np.testing.assert_allclose(ours[name], expected, atol=1e-4 * np.abs(expected).max(), rtol=0, err_msg=name)
+
+
+def block_logits(model, params, shared, batch, blocks):
+    """Teacher-forced logits [B, A, K, V] and confidence logits [B, A, K] or None, as training computes them."""
+    apply = lambda *args, method: model.apply({"params": params}, *args, method=method)  # noqa: E731
+    place = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
+    context = apply(batch["features"], place, method="project_context")
+    ids = jnp.take_along_axis(batch["tokens"], blocks.positions, axis=1)
+    hidden = apply(shared.embed, ids, blocks.positions, context, blocks.positions, method="backbone")
+    flat = hidden.reshape(-1, *hidden.shape[2:])
+    logits, confidence = apply(shared.head, flat, blocks.previous_ids.reshape(flat.shape[:2]), method="block_logits")
+    shape = blocks.previous_ids.shape
+    return logits.reshape(*shape, -1), None if confidence is None else confidence.reshape(shape)
+
+
+@pytest.fixture(scope="module")
+def target(qwen3_folder):
+    files = read_folder(qwen3_folder)
+    return files.config, target_params(files)
+
+
+@pytest.mark.parametrize(("head", "threshold"), TRACES)
+def test_greedy_trace(golden, target, head, threshold):
+    """The reference commits the first token at prefill, so its first cycle starts with that token as the anchor."""
+    target_config, target_weights = target
+    config, params, shared = load(golden, head)
+    drafter = DSparkDrafter(DSparkModel(config, "feature_major"), config.block_size)
+    weights = {"model": params, "shared": shared}
+    policy = scheduler.Policy() if threshold == "0.0" else scheduler.Policy("threshold", float(threshold))
+    widths = (config.block_size + 1,) if policy.name == "full" else (1, 3, config.block_size + 1)
+    model = TargetStep(TargetModel(target_config, "feature_major", config.tapped_layers))
+    cycle = decode.Cycle(model, drafter, policy, widths)
+    run_cycle = jax.jit(decode.speculative_cycle, static_argnums=0)
+    records = json.loads((golden / f"draft_qwen3_{head}" / f"greedy_threshold_{threshold}.json").read_text())
+    assert len(records) == 3
+    for record in records:
+        start = len(record["prompt"]) + 1
+        tokens = jnp.zeros((1, SLOTS), jnp.int32).at[0, :start].set(jnp.asarray(record["output_ids"][:start]))
+        settings = decode.RowSettings(
+            budget=jnp.full((1,), 80),  # never met: the reference records the last cycle uncut
+            temperature=jnp.zeros((1,)),
+            stop_ids=jnp.full((1, 1), -1),
+            keys=sampling.row_keys(0, jnp.arange(1)),
+        )
+        cache = kv_cache.init_cache(target_config, 1, SLOTS)
+        state = decode.init_state(cache, drafter.init_state(1, SLOTS), tokens, jnp.asarray([start]), settings, 80)
+        state = decode.prefill_jit(model, drafter, target_weights, weights, state, 16)
+        drafted, confidences = [], []
+        for number in range(len(record["acceptance_lengths"])):
+            state, draft = run_cycle(cycle, target_weights, weights, settings, state)
+            length = int(state.verified[0, number])
+            drafted.append(np.asarray(draft.token_ids)[0, :length].tolist())
+            if draft.confidence_logits is not None:
+                confidences.append(np.asarray(draft.confidence_logits)[0, :length])
+        count = len(record["acceptance_lengths"])
+        assert np.asarray(state.accepted)[0, :count].tolist() == record["acceptance_lengths"]
+        assert np.asarray(state.verified)[0, :count].tolist() == record["proposal_lengths"]
+        assert drafted == record["draft_tokens"]
+        assert int(state.length[0]) == start + sum(record["acceptance_lengths"]) >= len(record["output_ids"])
+        assert np.asarray(state.tokens)[0, : len(record["output_ids"])].tolist() == record["output_ids"]
+        if head != "dflash":
+            assert len(confidences) == len(record["confidence_logits"])
+            for ours, expected in zip(confidences, record["confidence_logits"]):
+                # Recorded with five decimals (half a unit is 5e-6), plus float32 rounding.
+                np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
