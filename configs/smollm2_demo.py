@@ -29,15 +29,15 @@ def get_config():
             ),
             drafter=config.DraftModelConfig(block_size=3, markov_rank=64, draft_vocab_size=1536),
             train=config.TrainConfig(
-                steps=450,
+                steps=360,
                 batch_size=8,
                 max_tokens=148,
                 anchors=64,
                 loss_chunk=64,
-                eval_every=150,
+                eval_every=120,
                 eval_prompts=8,
                 eval_new_tokens=96,
-                save_every=150,
+                save_every=120,
             ),
             decode=config.DecodeConfig(block_size=3, max_new_tokens=96),
         )
