@@ -18,7 +18,7 @@ help: ## list the targets
 demo: $(VENV)/.installed ## distil a drafter for SmolLM2-135M on this machine, then measure its speedup
 	@resume=; if [ -d $(DEMO_RUN) ]; then resume=--resume; fi; \
 	set -x; $(BIN)/python -m train.distill --config $(DEMO_CONFIG) $$resume
-	$(BIN)/python -m eval.speedup --config $(DEMO_CONFIG) --drafter $(DEMO_RUN) --num_prompts 8 --repeats 1 --nostages
+	$(BIN)/python -m eval.speedup --config $(DEMO_CONFIG) --drafter $(DEMO_RUN) --num_prompts 6 --repeats 1 --nostages
 
 test: $(VENV)/.installed-dev ## run the tests
 	$(BIN)/python -m pytest -n 2 -q

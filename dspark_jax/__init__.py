@@ -7,7 +7,7 @@
 """
 
 from dspark_jax.generation import Generation, GenerationBatch, LoadedDrafter, generate, stream
-from dspark_jax.load_drafter import load_drafter, prompt_lookup
+from dspark_jax.drafter_loading import load_drafter, prompt_lookup
 from dspark_jax.loading import Target, load_target, random_target
 from dspark_jax.scheduler import Policy
 

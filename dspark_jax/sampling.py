@@ -70,18 +70,25 @@ def sample_weights(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     size = weights.shape[-1]
     padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -size % _BLOCK)])
     blocks = padded.reshape(*weights.shape[:-1], -1, _BLOCK)
-    upper = jnp.cumsum(blocks.sum(-1), axis=-1)  # [..., V/256]
+    totals = blocks.sum(-1)
+    upper = jnp.cumsum(totals, axis=-1)  # [..., V/256]
     goal = uniforms[..., None] * upper[..., -1:]
-    block = jnp.sum(upper <= goal, axis=-1)
-    # Rounding may put the goal at or beyond the end: fall back on the last block that has any weight.
-    last = upper.shape[-1] - 1 - jnp.argmax(jnp.flip(blocks.max(-1) > 0, axis=-1), axis=-1)
-    block = jnp.minimum(block, last)
+    block = _first_above(upper, goal, totals > 0)
     before = jnp.where(block > 0, jnp.take_along_axis(upper, jnp.maximum(block - 1, 0)[..., None], -1)[..., 0], 0.0)
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]  # [..., 256]
-    within = jnp.cumsum(inside, axis=-1)
-    offset = jnp.sum(within <= goal - before[..., None], axis=-1)
-    last_inside = _BLOCK - 1 - jnp.argmax(jnp.flip(inside > 0, axis=-1), axis=-1)
-    return (block * _BLOCK + jnp.minimum(offset, last_inside)).astype(jnp.int32)
+    offset = _first_above(jnp.cumsum(inside, axis=-1), goal - before[..., None], inside > 0)
+    return (block * _BLOCK + offset).astype(jnp.int32)
+
+
+def _first_above(sums: jax.Array, goal: jax.Array, positive: jax.Array) -> jax.Array:
+    """Index of the first sum above the goal among entries of positive weight, else of the last such entry.
+
+    Prefix sums computed in parallel are not exactly monotonic: without the second condition rounding could pick an entry
+    of weight zero.
+    """
+    above = (sums > goal) & positive
+    last = sums.shape[-1] - 1 - jnp.argmax(jnp.flip(positive, axis=-1), axis=-1)
+    return jnp.where(above.any(-1), jnp.argmax(above, axis=-1), last)
 
 
 def sample(logits: jax.Array, temperature: jax.Array, uniforms: jax.Array) -> jax.Array:

@@ -9,8 +9,8 @@ import dspark_jax
 from dspark_jax import generation
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError, DrafterConfig
+from dspark_jax.drafter_loading import check_block_size, check_target
 from dspark_jax.generation import GenerationError
-from dspark_jax.load_drafter import check_block_size, check_target
 
 
 class Template:

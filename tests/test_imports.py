@@ -33,8 +33,8 @@ RULES = {
     # What a user calls:
     "loading": {*MODELS, "text", "target", "checkpoints"},
     "generation": {*MODELS, "text", "scheduler", "decode", "loading", "drafters.base"},
-    "load_drafter": {*MODELS, "drafters", "checkpoints", "loading", "generation"},
-    "__init__": {"scheduler", "loading", "generation", "load_drafter"},
+    "drafter_loading": {*MODELS, "drafters", "checkpoints", "loading", "generation"},
+    "__init__": {"scheduler", "loading", "generation", "drafter_loading"},
 }
 
 # Other top-level packages -> what they may import of all five.

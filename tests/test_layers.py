@@ -10,6 +10,8 @@ import pytest
 from dspark_jax import layers
 from dspark_jax.config import DecoderConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 CONFIG = DecoderConfig("qwen3", 40, 24, 40, 1, 6, 2, 8, 1e4, 1e-6, True, False, 128)
 
 
@@ -133,7 +135,7 @@ def test_layouts_are_equal(qk_norm):
         to = lambda a, layout=layout: layers.from_tokens(a, layout)  # noqa: E731
         back = lambda a, layout=layout: layers.to_tokens(a, layout)  # noqa: E731
         if params is None:
-            params = layer.init(jax.random.key(0), to(x), positions, keys, values, visible, mask)
+            params = jax.jit(layer.init)(jax.random.key(0), to(x), positions, keys, values, visible, mask)
             params = jax.tree.map(lambda w: w + 0.3 * draw(*w.shape), params)
 
         @jax.jit
@@ -159,9 +161,10 @@ def test_injected_context_is_what_the_layer_itself_would_cache():
     positions = jnp.arange(5)[None]
     empty = jnp.zeros((1, 2, 1, 8))
     arguments = (positions[:, None], empty, empty, jnp.zeros((1, 1), jnp.int32), jnp.tril(jnp.ones((5, 5), bool)))
-    params = layer.init(jax.random.key(0), x, *arguments)
+    params = jax.jit(layer.init)(jax.random.key(0), x, *arguments)
     normed = layers.rms_norm(x, params["params"]["input_norm"]["weight"], CONFIG.norm_eps)
-    _, k, v = layer.apply(params, x, *arguments)
-    keys, values = layer.apply(params, normed, positions, method="project_context")
+    _, k, v = jax.jit(layer.apply)(params, x, *arguments)
+    context = jax.jit(lambda p, x: layer.apply(p, x, positions, method="project_context"))
+    keys, values = context(params, normed)
     np.testing.assert_allclose(keys, jnp.transpose(k, (0, 2, 1, 3)), atol=1e-6)  # one product or a third of it
     np.testing.assert_allclose(values, jnp.transpose(v, (0, 2, 1, 3)), atol=1e-6)

@@ -9,7 +9,7 @@ from dspark_jax import sampling
 from dspark_jax.records import Draft
 from dspark_jax.verify import verify
 
-ROWS = 200_000
+ROWS = 50_000
 verify_jit = jax.jit(verify)
 sample_jit = jax.jit(sampling.sample)
 
@@ -93,7 +93,7 @@ def test_committed_tokens_have_the_targets_distribution(depth, temperature):
     samples = commit_rows(target, drafter, depth, temperature)
     assert largest_deviation(samples, joint(target, depth + 1, temperature)) < LIMIT
     # The test can tell: the same samples are far from another temperature's distribution.
-    assert largest_deviation(samples, joint(target, depth + 1, temperature * 1.1)) > 2 * LIMIT
+    assert largest_deviation(samples, joint(target, depth + 1, temperature * 1.3)) > 2 * LIMIT
 
 
 def test_a_length_decided_by_the_past_is_lossless():
@@ -109,7 +109,7 @@ def test_a_length_decided_by_the_token_itself_is_not_lossless():
     target, drafter = [p, np.tile(p, (2, 1)), np.tile(p, (4, 1))], [q, np.tile(q, (2, 1))]
     samples = commit_rows(target, drafter, 2, 1.0, lambda tokens: np.where(tokens[:, 0] == 0, 2, 0))
     first = samples // 4
-    assert np.mean(first == 0) == pytest.approx(0.85, abs=0.005)  # five deviations: sqrt(0.85 * 0.15 / 2e5) = 0.0008
+    assert np.mean(first == 0) == pytest.approx(0.85, abs=0.008)  # five deviations: sqrt(0.85 * 0.15 / 5e4) = 0.0016
     assert largest_deviation(samples, joint(target, 3, 1.0)) > 2 * LIMIT
 
 

@@ -282,7 +282,7 @@ def test_the_acceptance_rate_is_a_constant_of_the_confidence_loss():
     p = jax.nn.softmax(jnp.asarray(rng.standard_normal((1, 2, 5))))
     arguments = (jnp.zeros((1, 2)), p, jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2)))
     logits = jnp.asarray(rng.standard_normal((1, 2, 5)), jnp.float32)
-    of_logits = lambda name: jax.grad(lambda x: losses.block_losses(x, *arguments)[name])(logits)  # noqa: E731
+    of_logits = lambda name: jax.grad(lambda x: getattr(losses.block_losses(x, *arguments), name))(logits)  # noqa: E731
     assert not of_logits("confidence").any()
     assert of_logits("l1").any()
 
