@@ -83,8 +83,8 @@ def sample_weights(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 def _first_above(sums: jax.Array, goal: jax.Array, positive: jax.Array) -> jax.Array:
     """Index of the first sum above the goal among entries of positive weight, else of the last such entry.
 
-    Prefix sums computed in parallel are not exactly monotonic: without the second condition rounding could pick an entry
-    of weight zero.
+    Prefix sums computed in parallel are not exactly monotonic: without the second condition rounding could pick an
+    entry of weight zero.
     """
     above = (sums > goal) & positive
     last = sums.shape[-1] - 1 - jnp.argmax(jnp.flip(positive, axis=-1), axis=-1)

@@ -28,8 +28,8 @@ import dspark_jax
 from dspark_jax import config, generation, text
 from dspark_jax.checkpoints import orbax_drafter
 from dspark_jax.checkpoints.target_files import CheckpointError
-from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.drafter_loading import check_block_size, load_drafter, prompt_lookup
+from dspark_jax.drafters.dspark import DSparkDrafter
 from eval import bandwidth, measure, plots
 from eval.machine import describe_machine
 
