@@ -149,7 +149,14 @@ class DrafterConfig:
                     f"tap layers -1..{self.target_layers - 2} of a target with {self.target_layers} layers"
                     " (the last one is ambiguous: before or after the final norm)",
                 )
-        if self.sequential_head != "none" or (self.confidence_head and self.confidence_reads_markov):
+        if self.sequential_head == "none":
+            _require(
+                not (self.confidence_head and self.confidence_reads_markov),
+                "drafter confidence_reads_markov",
+                True,
+                "without a sequential head there is no Markov embedding to read: set it to False",
+            )
+        else:
             _require(self.markov_rank > 0, "drafter markov_rank", self.markov_rank, "use a positive rank")
 
     @property

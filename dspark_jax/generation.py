@@ -167,12 +167,14 @@ def prepare(
     """
     if not prompts:
         raise GenerationError("no prompts: give at least one")
+    if isinstance(prompts, str):
+        raise GenerationError(f"prompts = {prompts[:40]!r}: give a list of prompts, even for one")
     ids = [prompt_ids(target, prompt) for prompt in prompts]
     batch = len(ids)
-    budgets = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (batch,))
-    temperatures = np.broadcast_to(np.asarray(temperature, np.float32), (batch,))
-    if budgets.min() < 0:
-        raise GenerationError(f"max_new_tokens = {budgets.min()}: use 0 or more")
+    budgets = _per_row(max_new_tokens, np.int32, batch, "max_new_tokens")
+    temperatures = _per_row(temperature, np.float32, batch, "temperature")
+    if budgets.min() < 0 or (np.ndim(max_new_tokens) == 0 and budgets.min() == 0):
+        raise GenerationError(f"max_new_tokens = {budgets.min()}: use 1 or more (0 for single rows of a batch only)")
     if not np.all(np.isfinite(temperatures)) or temperatures.min() < 0:
         raise GenerationError(f"temperature = {temperatures.min()}: use 0 (greedy) or a positive number")
     size = drafter.drafter.block_size if drafter else 0
@@ -228,11 +230,23 @@ def prepare(
     else:
         policy = policy or Policy()
         ladder = widths or decode.default_widths(drafter.drafter, policy)
+        if list(ladder) != sorted(set(ladder)) or ladder[-1] != size + 1:
+            raise GenerationError(f"widths = {ladder}: use ascending widths that end at K + 1 = {size + 1}")
         cycle = decode.Cycle(step, drafter.drafter, policy, ladder)
         run = lambda state, n: decode.speculative_loop_jit(  # noqa: E731
             cycle, target.params, drafter.params, settings, state, n
         )
     return Session(run, state, settings, prefill_seconds)
+
+
+def _per_row(value, dtype, batch: int, name: str) -> np.ndarray:
+    """Returns a setting as one value per row."""
+    values = np.asarray(value, dtype)
+    if values.shape not in ((), (batch,)):
+        raise GenerationError(
+            f"{name} has shape {list(values.shape)}: give one value, or one for each of {batch} prompts"
+        )
+    return np.broadcast_to(values, (batch,))
 
 
 def generate(target: Target, prompts: Sequence[Prompt], **options: Any) -> GenerationBatch:

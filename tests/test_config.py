@@ -158,3 +158,8 @@ def test_recipe_refuses(field, value, message):
         config.from_config_dict(values)
     with pytest.raises(ConfigError, match=message):
         config.from_config_dict(ml_collections.ConfigDict(values))
+
+
+def test_confidence_can_not_read_an_embedding_that_does_not_exist():
+    with pytest.raises(ConfigError, match="without a sequential head there is no Markov embedding"):
+        DrafterConfig(decoder=DecoderConfig(), sequential_head="none", confidence_reads_markov=True)

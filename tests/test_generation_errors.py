@@ -30,7 +30,8 @@ class Template:
         ([[{"role": "user", "content": "hello"}]], {}, "has no tokenizer"),
         ([[5, 97]], {}, r"token id 97 is outside the vocabulary 0\.\.96"),
         ([[-1]], {}, "token id -1 is outside"),
-        ([[1]], {"max_new_tokens": -1}, "max_new_tokens = -1: use 0 or more"),
+        ([[1]], {"max_new_tokens": -1}, "max_new_tokens = -1: use 1 or more"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0: use 1 or more"),
         ([[1], [2]], {"max_new_tokens": [3, -2]}, "max_new_tokens = -2"),
         ([[1]], {"temperature": -0.1}, r"temperature = -0\.1"),
         ([[1]], {"temperature": float("nan")}, "temperature = nan"),
@@ -48,6 +49,16 @@ def test_requests_are_refused(tiny_target, prompts, options, message, lookup):
     if len(prompts) == 1:
         with pytest.raises(GenerationError, match=message):
             next(dspark_jax.stream(tiny_target, prompts[0], drafter=drafter, **options))
+
+
+def test_settings_of_the_wrong_shape_are_refused(tiny_target):
+    with pytest.raises(GenerationError, match=r"max_new_tokens has shape \[2\]: give one value, or one for each of 1"):
+        dspark_jax.generate(tiny_target, [[1]], max_new_tokens=[3, 4])
+    with pytest.raises(GenerationError, match="give a list of prompts"):
+        dspark_jax.generate(tiny_target, "hello")
+    for widths in ((1, 2), (4, 2), (2, 2, 4)):
+        with pytest.raises(GenerationError, match=r"use ascending widths that end at K \+ 1 = 4"):
+            dspark_jax.generate(tiny_target, [[1]], drafter=dspark_jax.prompt_lookup(3), widths=widths)
 
 
 def test_the_message_says_which_cache_would_do(tiny_target):

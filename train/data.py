@@ -22,6 +22,8 @@ import numpy as np
 
 from dspark_jax.text_stats import is_loop
 
+_SHARD_ARRAYS = ("tokens", "lengths", "prompt_lengths", "features", "last_hidden", "log_normalizer")
+
 
 class DataError(ValueError):
     """Training data that can't be used; the message says which and why."""
@@ -137,7 +139,7 @@ def read_dataset(folder: Path, drop_loops: bool, min_answer: int = 4) -> Dataset
     for path in paths:
         try:
             with np.load(path) as arrays:
-                shard = {name: arrays[name] for name in arrays.files}
+                shard = {name: arrays[name] for name in (*_SHARD_ARRAYS, "mass")}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: damaged shard ({error}); delete it and run again, it is made anew") from error
         ends = np.cumsum(shard["lengths"])
