@@ -1,4 +1,4 @@
-"""General chat for SmolLM2-135M-Instruct: hours of a CPU, minutes of a GPU.
+"""General chat for SmolLM2-135M-Instruct: hours of a CPU.
 
 The target writes its own prompts and answers.
 
