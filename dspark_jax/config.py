@@ -160,11 +160,6 @@ class DrafterConfig:
             _require(self.markov_rank > 0, "drafter markov_rank", self.markov_rank, "use a positive rank")
 
     @property
-    def has_markov_embedding(self) -> bool:
-        """Whether W1 exists: a sequential head, or a confidence head that reads it."""
-        return self.sequential_head != "none"
-
-    @property
     def vocab_out(self) -> int:
         """Number of tokens that the drafter can propose, V' (= V without a reduced vocabulary)."""
         return self.draft_vocab_size or self.decoder.vocab_size

@@ -9,7 +9,6 @@ whole vocabulary), so that training never runs the target again. `manifest.json`
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import zipfile
@@ -204,8 +203,3 @@ def make_batch(dataset: Dataset, indices: np.ndarray, max_tokens: int) -> dict[s
         out["length"][row] = len(tokens)
         out["prompt_length"][row] = min(dataset.prompt_lengths[i], len(tokens))
     return out
-
-
-def text_hash(lines: Sequence[str]) -> str:
-    """Returns a short hash of a list of texts, for manifests."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

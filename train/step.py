@@ -20,8 +20,7 @@ from dspark_jax.drafters.dspark import DSparkModel, SharedWeights
 from dspark_jax.records import Params
 from train import anchors as anchors_lib
 from train import losses
-
-HEAD_NAMES = ("sequential", "confidence")
+from train.optimizer import HEADS
 
 
 @struct.dataclass
@@ -67,7 +66,7 @@ def loss_and_gradients(
     count, size = blocks.positions.size, blocks.label_ids.shape[-1]
     weights = losses.position_weights(blocks.weight_mask, decay)
     total_weight = weights.sum()
-    heads = {name: params[name] for name in HEAD_NAMES if name in params}
+    heads = {name: params[name] for name in HEADS if name in params}
     body = {name: value for name, value in params.items() if name not in heads}
 
     def hidden_of(body):
