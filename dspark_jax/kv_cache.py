@@ -41,17 +41,28 @@ def append(cache: KVCache, block: BlockKV, count: jax.Array) -> KVCache:
     start = jnp.minimum(cache.length, cache.length + count)
 
     def write(slots: jax.Array, new: jax.Array) -> jax.Array:
-        # One slice per row, in place inside a loop; a batched scatter is far slower on a CPU.
-        def row(b, slots):
-            piece = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=0).astype(slots.dtype)
-            return jax.lax.dynamic_update_slice(slots, piece, (b, 0, start[b], 0))
-
-        if slots.shape[0] == 1:
-            return row(0, slots)
-        return jax.lax.fori_loop(0, slots.shape[0], row, slots)
+        new = new.astype(slots.dtype)
+        return jax.lax.platform_dependent(slots, new, start, cpu=_write_in_turn, default=_write_together)
 
     return KVCache(
         keys=tuple(write(c, n) for c, n in zip(cache.keys, block.keys)),
         values=tuple(write(c, n) for c, n in zip(cache.values, block.values)),
         length=cache.length + count.astype(jnp.int32),
     )
+
+
+def _write_in_turn(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """One slice per row, in place inside a loop: a batched scatter is far slower on a CPU."""
+
+    def row(b, slots):
+        piece = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=0)
+        return jax.lax.dynamic_update_slice(slots, piece, (b, 0, start[b], 0))
+
+    if slots.shape[0] == 1:
+        return row(0, slots)
+    return jax.lax.fori_loop(0, slots.shape[0], row, slots)
+
+
+def _write_together(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """All rows in one operation: on an accelerator a loop over rows would be a kernel launch per row."""
+    return jax.vmap(lambda row, piece, at: jax.lax.dynamic_update_slice(row, piece, (0, at, 0)))(slots, new, start)

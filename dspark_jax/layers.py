@@ -31,9 +31,22 @@ def default_layout() -> Layout:
     return "feature_major" if jax.default_backend() == "cpu" else "token_major"
 
 
+def product_precision() -> jax.lax.Precision | None:
+    """Returns the precision of matrix products: float32 means float32.
+
+    Accelerators round the operands of float32 products unless told not to (to bfloat16 on TPU, to TensorFloat-32 on
+    GPU), and then a block of tokens and single tokens may disagree about the argmax. Whoever prefers speed says so with
+    `jax.default_matmul_precision`. Products of bfloat16 operands are not affected.
+    """
+    asked = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    return None if asked else jax.lax.Precision.HIGHEST
+
+
 def linear(weight: jax.Array, x: jax.Array, layout: Layout) -> jax.Array:
     """Applies `weight` [out, in] to activations: [in, n] -> [out, n] or [n, in] -> [n, out]."""
-    return weight @ x if layout == "feature_major" else x @ weight.T
+    if layout == "feature_major":
+        return jnp.matmul(weight, x, precision=product_precision())
+    return jnp.matmul(x, weight.T, precision=product_precision())
 
 
 def to_tokens(x: jax.Array, layout: Layout) -> jax.Array:
@@ -150,20 +163,20 @@ def attend(
     """
     batch, blocks, size, heads, dim = queries.shape
     groups, slots = context_keys.shape[1:3]
-    ratio = heads // groups
+    ratio, exact = heads // groups, product_precision()
     if blocks * size == 1 and batch > 4:
         return _attend_single(queries, context_keys, context_values, visible, block_keys, block_values)
     grouped = queries.reshape(batch, blocks, size, groups, ratio, dim)
     grouped = jnp.transpose(grouped, (0, 3, 1, 4, 2, 5))  # [B, G, A, N/G, K, H]
     scale = dim**-0.5
     flat = grouped.reshape(batch, groups, blocks * ratio * size, dim)
-    to_context = jnp.einsum("bgqh,bgsh->bgqs", flat, context_keys, preferred_element_type=jnp.float32)
+    to_context = jnp.einsum("bgqh,bgsh->bgqs", flat, context_keys, preferred_element_type=jnp.float32, precision=exact)
     to_context = to_context.reshape(batch, groups, blocks, ratio * size, slots) * scale
     seen = jnp.arange(slots) < visible[:, :, None]  # [B, A, S]
     to_context = jnp.where(seen[:, None, :, None, :], to_context, MASKED)
     keys = jnp.transpose(block_keys, (0, 3, 1, 2, 4))  # [B, G, A, K, H]
     values = jnp.transpose(block_values, (0, 3, 1, 2, 4))
-    to_block = jnp.einsum("bgarkh,bgajh->bgarkj", grouped, keys, preferred_element_type=jnp.float32)
+    to_block = jnp.einsum("bgarkh,bgajh->bgarkj", grouped, keys, preferred_element_type=jnp.float32, precision=exact)
     to_block = jnp.where(block_mask, to_block * scale, MASKED).reshape(batch, groups, blocks, ratio * size, size)
 
     # One softmax over both parts, without concatenating them: shared maximum, shared sum.
@@ -176,9 +189,14 @@ def attend(
         weight_context.reshape(batch, groups, blocks * ratio * size, slots).astype(context_values.dtype),
         context_values,
         preferred_element_type=jnp.float32,
+        precision=exact,
     ).reshape(batch, groups, blocks, ratio * size, dim)
     from_block = jnp.einsum(
-        "bgaqj,bgajh->bgaqh", weight_block.astype(values.dtype), values, preferred_element_type=jnp.float32
+        "bgaqj,bgajh->bgaqh",
+        weight_block.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+        precision=exact,
     )
     mixed = ((from_context + from_block) / total).astype(queries.dtype)
     mixed = mixed.reshape(batch, groups, blocks, ratio, size, dim)

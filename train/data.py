@@ -12,13 +12,15 @@ import dataclasses
 import json
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from dspark_jax.config import TrainConfig
 from dspark_jax.text_stats import is_loop
 
 _SHARD_ARRAYS = ("tokens", "lengths", "prompt_lengths", "features", "last_hidden", "log_normalizer")
@@ -174,6 +176,21 @@ def batch_indices(seed: int, step: int, size: int, batch_size: int) -> np.ndarra
     epochs, places = np.divmod(step * batch_size + np.arange(batch_size), size)
     order = {epoch: np.random.default_rng([seed, epoch]).permutation(size) for epoch in np.unique(epochs).tolist()}
     return np.asarray([order[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist())])
+
+
+def batches(dataset: Dataset, cfg: TrainConfig, first: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the batches of steps `first`..`cfg.steps` - 1, each one made while the step before it runs."""
+
+    def make(step: int) -> dict[str, np.ndarray]:
+        return make_batch(dataset, batch_indices(cfg.seed, step, len(dataset), cfg.batch_size), cfg.max_tokens)
+
+    with futures.ThreadPoolExecutor(max_workers=1) as pool:
+        coming = pool.submit(make, first) if first < cfg.steps else None
+        for step in range(first, cfg.steps):
+            assert coming is not None
+            batch = coming.result()
+            coming = pool.submit(make, step + 1) if step + 1 < cfg.steps else None
+            yield batch
 
 
 def make_batch(dataset: Dataset, indices: np.ndarray, max_tokens: int) -> dict[str, np.ndarray]:

@@ -216,11 +216,9 @@ def run(recipe: RecipeConfig, resume: bool) -> dict[str, float]:
     metrics = MetricsWriter(folder, first)
     results: dict[str, float] = {}
     bar = tqdm.tqdm(initial=first, total=cfg.steps, desc="distil", unit="step", dynamic_ncols=True)
-    for index in range(first, cfg.steps):
-        indices = data.batch_indices(cfg.seed, index, len(dataset), cfg.batch_size)
-        batch = data.make_batch(dataset, indices, cfg.max_tokens)
-        state, values = train_step(shared, state, batch, cfg.seed)
-        done = index + 1
+    for done, batch in enumerate(data.batches(dataset, cfg, first), first + 1):
+        with jax.default_matmul_precision(cfg.matmul_precision):
+            state, values = train_step(shared, state, batch, cfg.seed)
         if done % cfg.log_every == 0 or done == cfg.steps:
             numbers = {key: float(value) for key, value in values.items()}
             metrics.write("metrics", done, {**numbers, "seconds": time.perf_counter() - started})
