@@ -1,6 +1,8 @@
 """SmolLM2-135M against the recorded reference, and speculative decoding against autoregressive decoding on it."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -104,3 +106,16 @@ def test_speculative_greedy_is_autoregressive(target, records):
     assert decode(target, four, 24, drafter=drafter) == expected
     for record, tokens in zip(four, expected):
         assert decode(target, [record], 24, drafter=drafter) == [tokens]
+
+
+def test_shipped_drafter_drafts_for_it_and_keeps_the_text(target, records):
+    """The trained drafter of this repository: a load or a tap gone wrong would drop its accepted length to 1."""
+    folder = Path(__file__).parents[1] / "drafters" / "smollm2_135m"
+    drafter = dspark_jax.load_drafter(folder, target, block_size=3)
+    prompts = json.loads((folder / "data" / "prompts.json").read_text())["heldout"][: len(records)]
+    options = {"max_new_tokens": 32, "cache_slots": SLOTS}
+    plain = dspark_jax.generate(target, prompts, **options).rows
+    drafted = dspark_jax.generate(target, prompts, drafter=drafter, widths=WIDTHS, **options).rows
+    assert [row.token_ids for row in drafted] == [row.token_ids for row in plain]
+    cycles = sum(len(row.accepted_lengths) for row in drafted)
+    assert sum(len(row.token_ids) for row in drafted) / cycles > 1.3  # 1.66 over 32 prompts and 128 tokens

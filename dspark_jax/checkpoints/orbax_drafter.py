@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError, DrafterConfig, drafter_config_from_dict, drafter_config_to_dict
@@ -78,7 +79,15 @@ def read_params(folder: Path, dtype: Any) -> Params:
         if step is None:
             raise CheckpointError(f"{folder / CHECKPOINTS} holds no finished checkpoint: training has not saved yet")
         try:
-            params = checkpoints.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore()))["params"]
+            # A target tree on this device: without one Orbax wants the device that the checkpoint was made on.
+            saved = ocp.StandardCheckpointHandler().metadata(
+                epath.Path(folder / CHECKPOINTS / str(step) / "params").resolve()
+            )
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), saved.tree)
+            params = checkpoints.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(shapes)))[
+                "params"
+            ]
         except (ValueError, OSError, KeyError, ConfigError) as error:
             raise CheckpointError(f"{folder / CHECKPOINTS}: step {step} can't be read: {error}") from error
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)

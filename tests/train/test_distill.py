@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import qwen3_4b, smollm2_135m, smollm2_demo, tiny
+from configs import qwen3_4b, smollm2_135m, smollm2_135m_gpu, smollm2_demo, tiny
 from dspark_jax import config, load_drafter, random_target
 from dspark_jax.checkpoints import orbax_drafter
 from dspark_jax.config import ConfigError
@@ -65,6 +65,17 @@ def test_trained_drafter_loads_and_keeps_the_output(finished):
     plain = generate(target, prompts, max_new_tokens=24)
     drafted = generate(target, prompts, max_new_tokens=24, drafter=drafter)
     assert [r.token_ids for r in plain.rows] == [r.token_ids for r in drafted.rows]
+
+
+def test_drafter_trained_on_another_kind_of_device_loads(finished, tmp_path):
+    folder = tmp_path / "from_gpu"
+    shutil.copytree(finished, folder)
+    for path in folder.glob("checkpoints/*/params/_sharding"):
+        path.write_text(path.read_text().replace("cpu:0", "cuda:0"))
+    recipe = recipe_in(finished)
+    target = random_target(recipe.random_target, recipe.data.seed)
+    here, there = (load_drafter(path, target).params["model"] for path in (finished, folder))
+    jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
 def test_recorded_features_are_the_targets(finished):
@@ -195,7 +206,7 @@ def test_command_refuses_bad_fields(tmp_path, extra, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("module", [tiny, smollm2_demo, smollm2_135m, qwen3_4b])
+@pytest.mark.parametrize("module", [tiny, smollm2_demo, smollm2_135m, smollm2_135m_gpu, qwen3_4b])
 def test_every_config_is_valid(module):
     recipe = config.from_config_dict(module.get_config())
     assert recipe.name == module.__name__.split(".")[-1]
