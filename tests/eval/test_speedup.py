@@ -165,7 +165,7 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
     for section in result["sections"]:
         assert [m["method"] for m in section["methods"]] == names
         assert all(m["tokens_per_second"] > 0 for m in section["methods"])
-        assert all(set(m["stages_ms"]) == set(measure.STAGES) for m in section["methods"][1:])
+        assert all(set(m["stages_ms"]) == {*measure.STAGES, measure.RULES} for m in section["methods"][1:])
     assert [m["identical"] for m in result["sections"][0]["methods"]] == [1.0] * 3
     assert sum(line.startswith("== heldout, temperature") for line in printed) == 2
 
@@ -181,7 +181,12 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
         (["--png=/no/such/folder/a.png"], "no such folder"),
         (["--drafter=no_such_folder"], "no_such_folder"),
         (["--drafter={drafter}", "--block_sizes=9"], "trained for 1..3"),
-        (["--drafter={drafter}", "--policies=best"], "full or threshold"),
+        (["--drafter={drafter}", "--policies=best"], "use one of full, threshold"),
+        (["--drafter={drafter}", "--policies=delayed"], "eval.step_curve --sps=FILE"),
+        (["--drafter={drafter}", "--policies=hardware_aware", "--sps=no_such_table.json"], "no_such_table.json"),
+        (["--drafter={drafter}", "--policies=conservative_tokens"], "name one or more token ids"),
+        (["--drafter={drafter}", "--policies=oracle"], "policy oracle at temperature 1"),
+        (["--sps=no_such_table.json"], "it needs a --drafter"),
         (["--drafter={drafter}", "--sets=general"], "no tokenizer"),
         (["--drafter={drafter}", "--prompts={prompts}"], "line 1"),
         (["--block_sizes=3"], "--drafter"),
