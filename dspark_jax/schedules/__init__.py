@@ -12,7 +12,7 @@ from dspark_jax.config import check_policy_name
 from dspark_jax.scheduler import Policy
 from dspark_jax.schedules.adaptive import adaptive_threshold
 from dspark_jax.schedules.complexity import context_complexity
-from dspark_jax.schedules.hardware_aware import delayed, global_maximum, hardware_aware
+from dspark_jax.schedules.hardware import delayed, global_maximum, hardware_aware
 from dspark_jax.schedules.simple import conservative_tokens, full, oracle, threshold
 from dspark_jax.sps import SpsTable
 

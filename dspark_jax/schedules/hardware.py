@@ -104,7 +104,7 @@ class GlobalMaximum(Policy):
 
     def biased(self, reads_draft: bool) -> str:
         """Lossless only if nothing that it weighs depends on a draft token; see `Policy.biased`."""
-        return "it weighs what reads the draft tokens, so that a token can decide whether it is verified" * reads_draft
+        return "it weighs what draft tokens influence, so that a token can decide whether it is verified" * reads_draft
 
 
 @struct.dataclass
