@@ -34,9 +34,7 @@ def quarters(rng, shape) -> np.ndarray:
 def pairs_in_order(confidence, length, active):
     """(survival, row, place) in the order of admission: descending, smaller places first, then rows."""
     survival = np.cumprod(confidence, axis=1)
-    pairs = [
-        (survival[r, j], r, j) for r in range(len(survival)) if active[r] for j in range(min(length[r], SIZE))
-    ]
+    pairs = [(survival[r, j], r, j) for r in range(len(survival)) if active[r] for j in range(min(length[r], SIZE))]
     return sorted(pairs, key=lambda pair: (-pair[0], pair[2], pair[1]))
 
 
