@@ -179,9 +179,7 @@ def run(
       GenerationError: a prompt or a setting that can't be served, a policy that must not sample.
       ConfigError: a policy that a drafter can't follow.
     """
-    for method in methods:
-        if method.policy and method.drafter:
-            generation.check_lossless(method.policy, method.drafter, max(settings.temperatures))
+    check_methods(methods, settings)
     methods = [Method(BASELINE), *methods]
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
@@ -219,6 +217,17 @@ def run(
                 Section(prompt_set.name, temperature, len(prompt_set.prompts), looping, rate, limit, share, summaries)
             )
     return sections
+
+
+def check_methods(methods: Sequence[Method], settings: Settings) -> None:
+    """Refuses policies that must not sample at one of the temperatures.
+
+    Raises:
+      GenerationError: there is one.
+    """
+    for method in methods:
+        if method.policy and method.drafter:
+            generation.check_lossless(method.policy, method.drafter, max(settings.temperatures))
 
 
 def shared_slots(sets: Sequence[PromptSet], methods: Sequence[Method], max_new_tokens: int) -> int:

@@ -215,6 +215,7 @@ def measure_everything(values: flags.FlagValues) -> tuple[dict[str, Any], list[m
     else:
         target = dspark_jax.load_target(recipe.target, jnp.dtype(recipe.dtype))
     sets, methods = read_sets(values, target), load_methods(target)
+    measure.check_methods(methods, settings)
     total = len(settings.temperatures) * sum(len(s.prompts) for s in sets)
     read_bandwidth = bandwidth.make_reader()
     with tqdm.tqdm(total=total, file=sys.stderr, unit="prompt") as bar:

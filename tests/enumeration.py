@@ -1,7 +1,7 @@
 """The exact distribution of the text that a policy's cycles write, by enumeration; one row, a toy language.
 
-Every cycle: all drafts, all outcomes of rejection sampling under the verify length that the policy decides on, all added
-tokens; the policy's real state is carried along. No sampling, so that a bias shows as a number.
+Every cycle: all drafts, all outcomes of rejection sampling under the verify length that the policy decides on, all
+added tokens; the policy's real state is carried along. No sampling, so that a bias shows as a number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hardware-aware policies against plain loops written from the rule, their causality, and the worked example of bias."""
+"""Hardware-aware policies against plain loops written from the rule, and the worked example of bias, exactly."""
 
 import dataclasses
 

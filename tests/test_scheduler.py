@@ -62,7 +62,7 @@ def feedback_of(accepted, verified, active=None, draft=None, output=None) -> Fee
     )
 
 
-def random_draft(rng, rows=ROWS, size=SIZE) -> "schedules.Policy":
+def random_draft(rng, rows=ROWS, size=SIZE):
     return draft_of(rng.integers(0, 4, (rows, size)), rng.uniform(0.02, 0.999, (rows, size)))
 
 
@@ -167,14 +167,9 @@ def test_adaptive_threshold_is_its_plain_loop(size, constants):
         np.testing.assert_allclose(state.threshold, [one.t for one in rows], rtol=1e-5)
         assert state.conservative.tolist() == [one.wait for one in rows]
         assert state.length.tolist() == [one.length for one in rows]
-        rows = [dataclass_free_copy(one, t) for one, t in zip(rows, np.asarray(state.threshold))]
+        for one, t in zip(rows, np.asarray(state.threshold)):
+            one.t = float(t)  # so that rounding does not add up
     assert {wait for _, wait in seen} == {False, True}
-
-
-def dataclass_free_copy(one: PlainAdaptive, t) -> PlainAdaptive:
-    """Takes over the float32 threshold, so that rounding does not add up."""
-    one.t = float(t)
-    return one
 
 
 def test_adaptive_threshold_step_by_step():
@@ -532,6 +527,6 @@ def test_policies_that_read_confidences_need_them(tiny_target):
 
 
 def test_a_table_too_short_for_the_batch_is_refused(tiny_target, drafter):
+    policy = schedules.hardware_aware(table([1.0] * 8))
     with pytest.raises(ConfigError, match="ends at 8 tokens, 2 rows with blocks of 4 need up to 10"):
-        policy = schedules.hardware_aware(table([1.0] * 8))
         dspark_jax.generate(tiny_target, [[1], [2]], drafter=drafter, policy=policy)
