@@ -234,7 +234,7 @@ def prepare(
             step, observer, target.params, observer_params, settings, state, n
         )
     else:
-        ladder = widths or decode.default_widths(drafter.drafter, policy)
+        ladder = tuple(widths or decode.default_widths(drafter.drafter, policy))
         if list(ladder) != sorted(set(ladder)) or ladder[-1] != size + 1:
             raise GenerationError(f"widths = {ladder}: use ascending widths that end at K + 1 = {size + 1}")
         cycle = decode.Cycle(step, drafter.drafter, policy, ladder)

@@ -12,7 +12,7 @@ from flax import struct
 from test_decode import BUDGET, SLOTS, VOCAB, random_dspark, scripted
 
 import dspark_jax
-from dspark_jax import config, decode, generation, schedules, sps
+from dspark_jax import config, decode, generation, layers, schedules, sps
 from dspark_jax.config import ConfigError
 from dspark_jax.generation import GenerationError
 from dspark_jax.scheduler import Feedback, Policy, normalized_entropy
@@ -246,6 +246,24 @@ def test_normalized_entropy():
     one_hot = jnp.asarray([0.0, -jnp.inf, -jnp.inf])
     assert float(normalized_entropy(one_hot)) == 0.0
     assert float(normalized_entropy(jnp.log(jnp.asarray([0.5, 0.5, 0.0, 0.0])))) == pytest.approx(0.5)
+
+
+def test_attention_spread_is_the_entropy_of_the_weights():
+    rng = np.random.default_rng(7)
+    queries, keys = rng.normal(0, 2, (2, 3, 4, 8)), rng.normal(0, 2, (2, 2, 6, 8))  # [B, T, N, H], [B, G, S, H]
+    own, visible = rng.normal(0, 2, (2, 3, 2, 8)), [4, 0]
+    spread = layers.attention_spread(*map(jnp.asarray, (queries, keys, visible, own)))
+    for b in range(2):
+        for t in range(3):
+            entropies = []
+            for head in range(4):
+                group = head // 2
+                seen = [*keys[b, group, : visible[b]], *own[b, : t + 1, group]]
+                scores = np.asarray([queries[b, t, head] @ key / np.sqrt(8) for key in seen])
+                weights = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+                entropies.append(-(weights * np.log(weights)).sum())
+            expected = np.mean(entropies) / np.log(max(len(seen), 2))
+            assert float(spread[b, t]) == pytest.approx(expected, abs=1e-5)  # float32
 
 
 # --- what a policy may know --------------------------------------------------------------------------------------
