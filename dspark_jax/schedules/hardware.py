@@ -104,7 +104,9 @@ class GlobalMaximum(Policy):
 
     def biased(self, reads_draft: bool) -> str:
         """Lossless only if nothing that it weighs depends on a draft token; see `Policy.biased`."""
-        return "it weighs what draft tokens influence, so that a token can decide whether it is verified" * reads_draft
+        if not reads_draft:
+            return ""
+        return "it weighs what draft tokens influence, so that a token can decide whether it is verified"
 
 
 @struct.dataclass
