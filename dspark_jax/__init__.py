@@ -6,6 +6,7 @@
 >>> dspark_jax.generate(target, ["What is the capital of France?"], drafter=drafter).rows[0].text
 """
 
+from dspark_jax import schedules, sps
 from dspark_jax.drafter_loading import load_drafter, prompt_lookup
 from dspark_jax.generation import Generation, GenerationBatch, LoadedDrafter, generate, stream
 from dspark_jax.loading import Target, load_target, random_target
@@ -22,5 +23,7 @@ __all__ = [
     "load_target",
     "prompt_lookup",
     "random_target",
+    "schedules",
+    "sps",
     "stream",
 ]

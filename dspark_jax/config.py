@@ -20,6 +20,9 @@ import ml_collections
 SEQUENTIAL_HEADS = ("none", "vanilla", "gated", "rnn")
 MATMUL_PRECISIONS = ("default", "bfloat16", "tensorfloat32", "float32")
 ANCHOR_LAYOUTS = ("anchor_predicts", "anchor_only")
+SPS_POLICIES = ("hardware_aware", "delayed", "global_maximum")  # they need a measured SPS table
+CONFIDENCE_POLICIES = ("threshold", "adaptive_threshold", "context_complexity", *SPS_POLICIES)  # they read confidences
+POLICIES = ("full", *CONFIDENCE_POLICIES, "conservative_tokens", "oracle")
 
 
 class ConfigError(ValueError):
@@ -33,6 +36,14 @@ def _require(condition: bool, what: str, value, fix: str) -> None:
 
 def _require_in(value, options: tuple[str, ...], what: str) -> None:
     _require(value in options, what, repr(value), f"use one of {', '.join(options)}")
+
+
+def check_policy_name(name: str, what: str) -> None:
+    """Refuses what is neither one of `POLICIES` nor "NAME+conservative_tokens"."""
+    inner, plus, outer = name.partition("+")
+    fix = f"use one of {', '.join(POLICIES)}, or NAME+conservative_tokens"
+    _require(inner in POLICIES, what, repr(name), fix)
+    _require(not plus or (outer == "conservative_tokens" != inner), what, repr(name), fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,8 +310,10 @@ class DecodeConfig:
 
     Attributes:
       block_size: K used at decode, at most the trained one (0 = the trained one).
-      policy: "full" or "threshold".
+      policy: One of `POLICIES`, or "NAME+conservative_tokens" for both rules.
       threshold: Confidence below which the block is cut (policy "threshold").
+      sps: File of the SPS table (`eval.step_curve --sps=FILE`), for the policies that need one.
+      conservative_tokens: Token ids after which a block ends (policy "conservative_tokens").
       max_new_tokens: Budget of new tokens per row.
       temperature: 0 = greedy.
       cache_slots: S, slots of the KV cache: prompt + budget + one block must fit (0 = as many as needed).
@@ -309,6 +322,8 @@ class DecodeConfig:
     block_size: int = 0
     policy: str = "full"
     threshold: float = 0.5
+    sps: str = ""
+    conservative_tokens: tuple[int, ...] = ()
     max_new_tokens: int = 128
     temperature: float = 0.0
     cache_slots: int = 0
@@ -356,7 +371,7 @@ def from_config_dict(values: ml_collections.ConfigDict | Mapping[str, Any]) -> R
     _require_in(kind, ("domain", "self", "file"), "config.data.source")
     if kind == "file":
         _require(bool(recipe.data.prompts_path), "config.data.prompts_path", "''", "name a JSONL file of prompts")
-    _require_in(recipe.decode.policy, ("full", "threshold"), "config.decode.policy")
+    _check_policy(recipe)
     _require(recipe.decode.temperature >= 0, "config.decode.temperature", recipe.decode.temperature, "use 0 or more")
     _require(recipe.data.temperature >= 0, "config.data.temperature", recipe.data.temperature, "use 0 or more")
     _require_in(recipe.drafter.sequential_head, SEQUENTIAL_HEADS, "config.drafter.sequential_head")
@@ -380,6 +395,25 @@ def from_config_dict(values: ml_collections.ConfigDict | Mapping[str, Any]) -> R
         f"it must divide config.train.anchors={recipe.train.anchors}",
     )
     return recipe
+
+
+def _check_policy(recipe: RecipeConfig) -> None:
+    decode, what = recipe.decode, "config.decode.policy"
+    check_policy_name(decode.policy, what)
+    inner = decode.policy.partition("+")[0]
+    if inner in CONFIDENCE_POLICIES:
+        _require(recipe.drafter.confidence_head, what, repr(decode.policy), "it needs config.drafter.confidence_head")
+    if inner in SPS_POLICIES:
+        fix = "it needs a measured table: set config.decode.sps to a file of `python -m eval.step_curve --sps=FILE`"
+        _require(bool(decode.sps), what, repr(decode.policy), fix)
+    if "conservative_tokens" in decode.policy:
+        fix = "name the tokens in config.decode.conservative_tokens"
+        _require(bool(decode.conservative_tokens), what, repr(decode.policy), fix)
+    fix = "it is not lossless when sampling: use config.decode.temperature=0, or hardware_aware"
+    reads_draft = recipe.drafter.confidence_reads_markov or inner != decode.policy
+    biased = inner == "oracle" or (inner == "global_maximum" and reads_draft)
+    _require(not (biased and decode.temperature > 0), what, repr(decode.policy), fix)
+    _require(0 <= decode.threshold <= 1, "config.decode.threshold", decode.threshold, "use a probability in 0..1")
 
 
 def _from_mapping(cls, values: Mapping[str, Any], where: str):

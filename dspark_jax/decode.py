@@ -55,6 +55,7 @@ class DecodeState:
       cycle: int32, cycles run.
       accepted: [B, C] int32, accepted length tau of each cycle (0 = the row was done).
       verified: [B, C] int32, verify length l of each cycle.
+      schedule: the policy's state.
     """
 
     tokens: jax.Array
@@ -66,11 +67,14 @@ class DecodeState:
     cycle: jax.Array
     accepted: jax.Array
     verified: jax.Array
+    schedule: Any = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Cycle:
-    """The static parts of a speculative cycle; hashable, one compiled loop per value.
+    """The parts of a speculative cycle: static and hashable but for the policy's constants.
+
+    One compiled loop per value of the static parts and kind of policy; other constants of a policy compile nothing.
 
     Attributes:
       target: the target as a callable.
@@ -79,10 +83,10 @@ class Cycle:
       widths: ladder of verify widths (tokens read by the target), ascending, the last one K + 1.
     """
 
-    target: TargetFn
-    drafter: Drafter
+    target: TargetFn = struct.field(pytree_node=False)
+    drafter: Drafter = struct.field(pytree_node=False)
     policy: scheduler.Policy
-    widths: tuple[int, ...]
+    widths: tuple[int, ...] = struct.field(pytree_node=False)
 
 
 def default_widths(drafter: Drafter, policy: scheduler.Policy) -> tuple[int, ...]:
@@ -91,13 +95,19 @@ def default_widths(drafter: Drafter, policy: scheduler.Policy) -> tuple[int, ...
     Matrix products like powers of two; every width is compiled, so none is there for nothing.
     """
     longest = drafter.block_size + 1
-    if policy.name == "full" and drafter.always_full:
+    if policy.always_full and drafter.always_full:
         return (longest,)
     return (*(w for w in (1, 2, 4, 8, 16) if w < longest), longest)
 
 
 def init_state(
-    cache: KVCache, drafter_state: Any, prompts: jax.Array, prompt_length: jax.Array, settings: RowSettings, cycles: int
+    cache: KVCache,
+    drafter_state: Any,
+    prompts: jax.Array,
+    prompt_length: jax.Array,
+    settings: RowSettings,
+    cycles: int,
+    schedule: Any = (),
 ) -> DecodeState:
     """Returns the state before prefill.
 
@@ -108,6 +118,7 @@ def init_state(
       prompt_length: [B], at least 1.
       settings: the rows' settings.
       cycles: C, how many cycles can be recorded (a budget of n tokens takes at most n).
+      schedule: the policy's first state (`scheduler.Policy.init_state`).
     """
     batch = prompts.shape[0]
     return DecodeState(
@@ -120,6 +131,7 @@ def init_state(
         cycle=jnp.zeros((), jnp.int32),
         accepted=jnp.zeros((batch, cycles), jnp.int32),
         verified=jnp.zeros((batch, cycles), jnp.int32),
+        schedule=schedule,
     )
 
 
@@ -159,8 +171,13 @@ def draft_stage(cycle: Cycle, drafter_params: Params, settings: RowSettings, sta
         uniforms[:, :size, sampling.DRAFT],
         settings.temperature,
     )
-    verify_len = jnp.where(state.done, 0, scheduler.verify_length(cycle.policy, draft))
-    return draft, verify_len, uniforms
+    return draft, schedule_stage(cycle, state, draft), uniforms
+
+
+def schedule_stage(cycle: Cycle, state: DecodeState, draft: Draft) -> jax.Array:
+    """Returns the verify lengths [B] that the policy decides on."""
+    lengths = cycle.policy.verify_length(state.schedule, draft, ~state.done)
+    return jnp.where(state.done, 0, lengths).astype(jnp.int32)
 
 
 def verify_stage(
@@ -206,6 +223,11 @@ def verify_stage(
                 last_hidden=jnp.pad(output.last_hidden, ((0, 0), (0, pad), (0, 0))),
                 block=block,
             )
+            if cycle.policy.reads_target:
+                assert output.attention_spread is not None
+                measures = (scheduler.normalized_entropy(output.logits), output.attention_spread)
+                entropy, spread = (jnp.pad(a, ((0, 0), (0, pad))) for a in measures)
+                wide = dataclasses.replace(wide, entropy=entropy, attention_spread=spread)
             return accepted, added, wide
 
         return branch
@@ -227,11 +249,13 @@ def commit_stage(
     new = jnp.pad(draft.token_ids, ((0, 0), (0, 1)))
     new = jnp.where(place == accepted[:, None], added[:, None], new)  # [B, K+1]
     tokens, length, count, done = _store(settings, state, new, accepted + 1)
+    feedback = scheduler.Feedback(draft, verify_len, accepted, ~state.done, output)
     return dataclasses.replace(
         state,
         tokens=tokens,
         length=length,
         done=done,
+        schedule=cycle.policy.update(state.schedule, feedback),
         cache=kv_cache.append(state.cache, output.block, count),
         drafter=cycle.drafter.commit(drafter_params, state.drafter, output, count),
         cycle=state.cycle + 1,
@@ -246,6 +270,8 @@ def speculative_cycle(
     """One whole cycle. Returns the new state and the draft (for inspection)."""
     draft, verify_len, uniforms = draft_stage(cycle, drafter_params, settings, state)
     vocab = cycle.drafter.draft_vocab(drafter_params)
+    if cycle.policy.sees_acceptance:
+        verify_len, *_ = verify_stage(cycle, params, vocab, settings, state, draft, verify_len, uniforms)
     verified = verify_stage(cycle, params, vocab, settings, state, draft, verify_len, uniforms)
     return commit_stage(cycle, drafter_params, settings, state, draft, verify_len, verified), draft
 
@@ -315,9 +341,9 @@ def _store(settings: RowSettings, state: DecodeState, new: jax.Array, available:
     return tokens, state.length + count, count, done
 
 
-# Jitted entry points: static first arguments are hashable, buffers are donated.
+# Jitted entry points: static arguments are hashable (within a cycle too), buffers are donated.
 prefill_jit = partial(jax.jit, static_argnames=("target", "observer", "chunk"), donate_argnames=("state",))(prefill)
-speculative_loop_jit = partial(jax.jit, static_argnames=("cycle",), donate_argnames=("state",))(speculative_loop)
+speculative_loop_jit = partial(jax.jit, donate_argnames=("state",))(speculative_loop)
 autoregressive_loop_jit = partial(jax.jit, static_argnames=("target", "observer"), donate_argnames=("state",))(
     autoregressive_loop
 )

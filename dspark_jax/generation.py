@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import decode, kv_cache, sampling
+from dspark_jax import decode, kv_cache, sampling, schedules
 from dspark_jax.drafters.base import Drafter, NoObserver
 from dspark_jax.loading import Target
 from dspark_jax.scheduler import Policy
@@ -155,7 +155,7 @@ def prepare(
       drafter: None decodes autoregressively.
       max_new_tokens: budget, for all rows or per row.
       temperature: 0 = greedy, for all rows or per row.
-      policy: verify-length policy; None verifies whole blocks.
+      policy: verify-length policy (`schedules`); None verifies whole blocks. It means nothing without a drafter.
       stop_ids: tokens that end a row; None takes the tokenizer's.
       seed: seed of the random streams.
       rows: numbers that key the rows' random streams; None counts from 0.
@@ -164,6 +164,7 @@ def prepare(
 
     Raises:
       GenerationError: a value that can't be served.
+      ConfigError: a policy that can't serve this drafter or batch.
     """
     if not prompts:
         raise GenerationError("no prompts: give at least one")
@@ -177,6 +178,9 @@ def prepare(
         raise GenerationError(f"max_new_tokens = {budgets.min()}: use 1 or more (0 for single rows of a batch only)")
     if not np.all(np.isfinite(temperatures)) or temperatures.min() < 0:
         raise GenerationError(f"temperature = {temperatures.min()}: use 0 (greedy) or a positive number")
+    policy = policy or schedules.full()
+    if drafter is not None:
+        check_lossless(policy, drafter, float(temperatures.max()))
     size = drafter.drafter.block_size if drafter else 0
     longest = max(len(i) for i in ids)
     most = int(budgets.max())
@@ -216,9 +220,11 @@ def prepare(
         step, observer, observer_params = target.step(), NoObserver(), ()
         state = decode.init_state(cache, (), jnp.asarray(padded), lengths, settings, cycles)
     else:
-        step, observer, observer_params = target.step(drafter.drafter.tapped_layers), drafter.drafter, drafter.params
+        step = target.step(drafter.drafter.tapped_layers, with_attention_spread=policy.reads_target)
+        observer, observer_params = drafter.drafter, drafter.params
+        schedule = policy.init_state(batch, size)
         state = decode.init_state(
-            cache, observer.init_state(batch, slots), jnp.asarray(padded), lengths, settings, cycles
+            cache, observer.init_state(batch, slots), jnp.asarray(padded), lengths, settings, cycles, schedule
         )
     state = decode.prefill_jit(step, observer, target.params, observer_params, state, PREFILL_CHUNK)
     jax.block_until_ready(state.cache.length)
@@ -228,8 +234,7 @@ def prepare(
             step, observer, target.params, observer_params, settings, state, n
         )
     else:
-        policy = policy or Policy()
-        ladder = widths or decode.default_widths(drafter.drafter, policy)
+        ladder = tuple(widths or decode.default_widths(drafter.drafter, policy))
         if list(ladder) != sorted(set(ladder)) or ladder[-1] != size + 1:
             raise GenerationError(f"widths = {ladder}: use ascending widths that end at K + 1 = {size + 1}")
         cycle = decode.Cycle(step, drafter.drafter, policy, ladder)
@@ -237,6 +242,20 @@ def prepare(
             cycle, target.params, drafter.params, settings, state, n
         )
     return Session(run, state, settings, prefill_seconds)
+
+
+def check_lossless(policy: Policy, drafter: LoadedDrafter, temperature: float) -> None:
+    """Refuses to sample with a policy that would change the target's distribution.
+
+    Raises:
+      GenerationError: the policy is not lossless with this drafter, and the temperature is above 0.
+    """
+    reason = policy.biased(drafter.drafter.confidence_reads_draft)
+    if reason and temperature > 0:
+        raise GenerationError(
+            f"policy {policy.name} at temperature {temperature:g} would not keep the target's distribution: {reason};"
+            " use temperature 0, or a lossless policy such as hardware_aware or delayed"
+        )
 
 
 def _per_row(value, dtype, batch: int, name: str) -> np.ndarray:

@@ -223,6 +223,34 @@ def _attend_single(queries, context_keys, context_values, visible, block_keys, b
     return (mixed / total).astype(queries.dtype).reshape(queries.shape)
 
 
+def attention_spread(
+    queries: jax.Array, context_keys: jax.Array, visible: jax.Array, block_keys: jax.Array
+) -> jax.Array:
+    """Says how evenly each token of a causal block attends: entropy of its weights over the log of what it sees.
+
+    Args:
+      queries: [B, T, N, H].
+      context_keys: [B, G, S, H].
+      visible: [B] int32; slots < visible are seen.
+      block_keys: [B, T, G, H].
+
+    Returns:
+      [B, T] float32 in 0..1, the mean over heads; 0 for a token that sees itself only.
+    """
+    batch, size, heads, dim = queries.shape
+    groups, slots = context_keys.shape[1:3]
+    grouped = queries.reshape(batch, size, groups, heads // groups, dim).astype(jnp.float32) * dim**-0.5
+    to_context = jnp.einsum("btgrh,bgsh->btgrs", grouped, context_keys)
+    to_block = jnp.einsum("btgrh,bjgh->btgrj", grouped, block_keys)
+    seen = jnp.arange(slots) < visible[:, None, None, None, None]
+    causal = jnp.tril(jnp.ones((size, size), bool))[:, None, None]
+    scores = [jnp.where(seen, to_context, MASKED), jnp.where(causal, to_block, MASKED)]
+    log_weights = jax.nn.log_softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    entropy = -jnp.sum(jnp.exp(log_weights) * log_weights, axis=-1).mean((2, 3))  # a masked entry adds 0 * -1e30 = 0
+    count = visible[:, None] + jnp.arange(1, size + 1)
+    return jnp.clip(entropy / jnp.log(jnp.maximum(count, 2)), 0.0, 1.0)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RoPE and optional QK norm, over explicit context keys and values."""
 
@@ -264,6 +292,25 @@ class Attention(nn.Module):
         values = v.reshape(*positions.shape, self.config.num_kv_heads, self.config.head_dim)
         return jnp.transpose(keys, (0, 2, 1, 3)), jnp.transpose(values, (0, 2, 1, 3))
 
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of tokens, normed and rotated.
+
+        Args:
+          x: activations of B * T tokens.
+          positions: [B, T].
+
+        Returns:
+          [B, T, N, H], [B, T, G, H], [B, T, G, H].
+        """
+        c = self.config
+        q, k, v = split_features(self.qkv(x), (self.query_size, self.kv_size, self.kv_size), self.layout)
+        q = to_tokens(q, self.layout).reshape(*positions.shape, c.num_heads, c.head_dim)
+        if c.qk_norm:
+            q = rms_norm(q, self.q_norm, c.norm_eps)
+        k = self._keys(to_tokens(k, self.layout), positions)
+        v = to_tokens(v, self.layout).reshape(*positions.shape, c.num_kv_heads, c.head_dim)
+        return rope(q, positions, c.rope_theta), k, v
+
     def __call__(
         self,
         x: jax.Array,
@@ -288,14 +335,7 @@ class Attention(nn.Module):
         """
         c = self.config
         batch, blocks, size = positions.shape
-        flat_positions = positions.reshape(batch, blocks * size)
-        q, k, v = split_features(self.qkv(x), (self.query_size, self.kv_size, self.kv_size), self.layout)
-        q = to_tokens(q, self.layout).reshape(batch, blocks * size, c.num_heads, c.head_dim)
-        if c.qk_norm:
-            q = rms_norm(q, self.q_norm, c.norm_eps)
-        q = rope(q, flat_positions, c.rope_theta)
-        k = self._keys(to_tokens(k, self.layout), flat_positions)
-        v = to_tokens(v, self.layout).reshape(batch, blocks * size, c.num_kv_heads, c.head_dim)
+        q, k, v = self.project(x, positions.reshape(batch, blocks * size))
         mixed = attend(
             q.reshape(batch, blocks, size, c.num_heads, c.head_dim),
             context_keys,

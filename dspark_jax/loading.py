@@ -36,9 +36,10 @@ class Target:
     layout: layers.Layout
     dtype: Any
 
-    def step(self, tapped_layers: tuple[int, ...] = ()) -> target.TargetStep:
+    def step(self, tapped_layers: tuple[int, ...] = (), with_attention_spread: bool = False) -> target.TargetStep:
         """Returns the callable that `decode` runs, tapping the given layers."""
-        return target.TargetStep(target.TargetModel(self.config, self.layout, tapped_layers, self.dtype))
+        model = target.TargetModel(self.config, self.layout, tapped_layers, self.dtype, with_attention_spread)
+        return target.TargetStep(model)
 
 
 def load_target(

@@ -64,12 +64,17 @@ class TargetOutput:
       features: [B, T, M, D] outputs of the tapped layers.
       last_hidden: [B, T, D], what the LM head read (after the final norm).
       block: keys and values of these tokens, for `kv_cache.append`.
+      entropy: [B, T] float32, entropy of each distribution over log V, or None (`scheduler.Policy.reads_target`).
+      attention_spread: [B, T] float32 in 0..1, how evenly each token's last attention layer looks over what it sees, or
+        None (`layers.attention_spread`).
     """
 
     logits: jax.Array | None
     features: jax.Array
     last_hidden: jax.Array
     block: BlockKV
+    entropy: jax.Array | None = None
+    attention_spread: jax.Array | None = None
 
 
 @struct.dataclass

@@ -27,12 +27,14 @@ class TargetModel(nn.Module):
       layout: layout of the activations (`layers.Layout`).
       tapped_layers: layers whose outputs are returned as features, 0-based, -1 the embedding.
       dtype: dtype of weights and activations.
+      with_attention_spread: also returns `TargetOutput.attention_spread`.
     """
 
     config: DecoderConfig
     layout: layers.Layout
     tapped_layers: tuple[int, ...] = ()
     dtype: Any = jnp.float32
+    with_attention_spread: bool = False
 
     def setup(self):
         """Declares the parameters."""
@@ -57,8 +59,11 @@ class TargetModel(nn.Module):
         visible = cache.length[:, None]  # [B, 1]
         causal = jnp.tril(jnp.ones((size, size), bool))
         x = layers.from_tokens(self.embed[token_ids.reshape(-1)], self.layout)
-        taps, keys, values = {-1: x}, [], []
+        taps, keys, values, spread = {-1: x}, [], [], None
         for i, layer in enumerate(self.layers):
+            if self.with_attention_spread and i == self.config.num_layers - 1:
+                q, k, _ = layer.attention.project(layer.input_norm(x), positions[:, 0])
+                spread = layers.attention_spread(q, cache.keys[i], cache.length, k)
             x, k, v = layer(x, positions, cache.keys[i], cache.values[i], visible, causal)
             taps[i] = x
             keys.append(jnp.transpose(k, (0, 2, 1, 3)))
@@ -76,6 +81,7 @@ class TargetModel(nn.Module):
             features=jnp.stack(features, axis=2) if features else jnp.zeros((batch, size, 0, 0), self.dtype),
             last_hidden=by_token(x),
             block=BlockKV(keys=tuple(keys), values=tuple(values)),
+            attention_spread=spread,
         )
 
 

@@ -18,17 +18,20 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import decode, generation
+from dspark_jax import decode, generation, schedules
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
+from dspark_jax.records import BlockKV, TargetOutput
 from dspark_jax.scheduler import Policy
 from dspark_jax.text_stats import is_loop
 from eval import bandwidth
 
 BASELINE = "autoregressive"
 STAGES = ("draft", "verify", "commit")
+RULES = "rules"  # the part of draft and verify that is neither drafter nor target
 
 _SLOT_STEP = 128  # the shared cache size is a multiple of this
 _WARM_UP_CYCLES = 4
@@ -111,7 +114,8 @@ class Summary:
       identical: share of answers equal to the baseline's (greedy only).
       clean_speedup, clean_accepted_length: the same without prompts whose baseline answer loops.
       stages_ms: median milliseconds of draft, verify and commit, each jitted and blocked on by itself: their sum is a
-        little above a cycle of the fused loop.
+        little above a cycle of the fused loop. Beside them `RULES`: scheduling and verification alone, with the
+        target's output handed to them, which is an upper bound of what they cost inside the loop.
     """
 
     method: str
@@ -172,9 +176,10 @@ def run(
       progress: is told what is going on.
 
     Raises:
-      GenerationError: a prompt or a setting that can't be served.
+      GenerationError: a prompt or a setting that can't be served, a policy that must not sample.
       ConfigError: a policy that a drafter can't follow.
     """
+    check_methods(methods, settings)
     methods = [Method(BASELINE), *methods]
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
@@ -212,6 +217,17 @@ def run(
                 Section(prompt_set.name, temperature, len(prompt_set.prompts), looping, rate, limit, share, summaries)
             )
     return sections
+
+
+def check_methods(methods: Sequence[Method], settings: Settings) -> None:
+    """Refuses policies that must not sample at one of the temperatures.
+
+    Raises:
+      GenerationError: there is one.
+    """
+    for method in methods:
+        if method.policy and method.drafter:
+            generation.check_lossless(method.policy, method.drafter, max(settings.temperatures))
 
 
 def shared_slots(sets: Sequence[PromptSet], methods: Sequence[Method], max_new_tokens: int) -> int:
@@ -304,9 +320,26 @@ def _decode_all(
     ]
 
 
-_draft = partial(jax.jit, static_argnames="cycle")(decode.draft_stage)
-_verify = partial(jax.jit, static_argnames="cycle")(decode.verify_stage)
-_commit = partial(jax.jit, static_argnames="cycle", donate_argnames="state")(decode.commit_stage)
+_draft = jax.jit(decode.draft_stage)
+_verify = jax.jit(decode.verify_stage)
+_commit = partial(jax.jit, donate_argnames="state")(decode.commit_stage)
+_schedule = jax.jit(decode.schedule_stage)
+
+
+def _replayed(output: TargetOutput, token_ids: jax.Array, cache: Any, with_logits: bool = True) -> TargetOutput:
+    """Stands in for a target that has answered already: its weights are the output for the whole block."""
+    del cache, with_logits
+    cut = lambda a: a[:, : token_ids.shape[1]]  # noqa: E731
+    across = lambda a: a[:, :, : token_ids.shape[1]]  # noqa: E731
+    block = BlockKV(tuple(map(across, output.block.keys)), tuple(map(across, output.block.values)))
+    return dataclasses.replace(jax.tree.map(cut, dataclasses.replace(output, block=())), block=block)
+
+
+@partial(jax.jit, static_argnames="step")
+def _read(step: Any, params: Any, state: decode.DecodeState, draft_ids: jax.Array) -> TargetOutput:
+    """Runs the target on the anchor and the whole block."""
+    anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    return step(params, jnp.concatenate([anchor, draft_ids], axis=1), state.cache)
 
 
 def _stage_times(
@@ -316,8 +349,12 @@ def _stage_times(
     if method.drafter is None:
         return None
     drafter, params = method.drafter.drafter, method.drafter.params
-    step, policy = target.step(drafter.tapped_layers), method.policy or Policy()
+    policy = method.policy or schedules.full()
+    if policy.sees_acceptance:
+        return None  # its cycle runs the target twice
+    step = target.step(drafter.tapped_layers, with_attention_spread=policy.reads_target)
     cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy))
+    replay = dataclasses.replace(cycle, target=_replayed)
     vocab = drafter.draft_vocab(params)
     seconds = []
     for prompt in prompts:
@@ -333,10 +370,16 @@ def _stage_times(
                 _verify(cycle, target.params, vocab, settings, state, draft, length, uniforms)
             )
             marks.append(time.perf_counter())
+            output = jax.block_until_ready(_read(step, target.params, state, draft.token_ids))
+            start = time.perf_counter()
+            jax.block_until_ready(_schedule(cycle, state, draft))
+            jax.block_until_ready(_verify(replay, output, vocab, settings, state, draft, length, uniforms))
+            rules = time.perf_counter() - start
+            start = time.perf_counter()
             state = jax.block_until_ready(_commit(cycle, params, settings, state, draft, length, verified))
-            marks.append(time.perf_counter())
+            commit = time.perf_counter() - start
             if i:  # the first cycle compiles and warms up
-                seconds.append(np.diff(marks))
+                seconds.append([*np.diff(marks), commit, rules])
     if not seconds:
         return None
-    return dict(zip(STAGES, (1e3 * np.median(seconds, axis=0)).tolist()))
+    return dict(zip((*STAGES, RULES), (1e3 * np.median(seconds, axis=0)).tolist()))

@@ -25,13 +25,13 @@ from absl import flags
 from ml_collections import config_flags
 
 import dspark_jax
-from dspark_jax import config, generation, text
+from dspark_jax import config, generation, schedules, sps, text
 from dspark_jax.checkpoints import orbax_drafter
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.drafter_loading import check_block_size, load_drafter, prompt_lookup
 from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.machine import describe_machine
 from eval import bandwidth, measure, plots
-from eval.machine import describe_machine
 
 _HERE = Path(__file__).resolve().parent
 _KNOWN_ERRORS = (config.ConfigError, CheckpointError, text.TextError, generation.GenerationError, flags.Error)
@@ -50,8 +50,11 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
         flags.DEFINE_integer("max_new_tokens", None, "Tokens per answer; config.decode's by default.", flag_values=v)
         flags.DEFINE_list("block_sizes", None, "K's to draft with; config.decode's or the trained one by default.", v)
         flags.DEFINE_list("temperatures", ["0", "1"], "Temperatures; 0 is greedy.", v)
-        flags.DEFINE_list("policies", None, "Of full, threshold; all that the drafter can follow by default.", v)
-        flags.DEFINE_float("threshold", None, "Of the policy; config.decode's by default.", flag_values=v)
+        known = f"Of {', '.join(config.POLICIES)}, NAME+conservative_tokens; a row each."
+        flags.DEFINE_list("policies", None, f"{known} full, threshold and config.decode's by default.", v)
+        flags.DEFINE_float("threshold", None, "Of that policy; config.decode's by default.", flag_values=v)
+        flags.DEFINE_string("sps", None, "File of eval.step_curve --sps; config.decode's by default.", v)
+        flags.DEFINE_list("conservative_tokens", None, "Token ids that end a block; config.decode's by default.", v)
         flags.DEFINE_integer("repeats", 3, "Timed runs per prompt and method; their median counts.", flag_values=v)
         flags.DEFINE_integer("lookup_block_size", 3, "K of prompt lookup.", flag_values=v)
         flags.DEFINE_string("json", None, "Also write the JSON object to this file.", v)
@@ -96,7 +99,7 @@ def read_methods(values: flags.FlagValues, recipe: config.RecipeConfig) -> Calla
     lookup = prompt_lookup(values.lookup_block_size)
     methods = [measure.Method(f"prompt lookup K={values.lookup_block_size}", lookup)]
     if not values.drafter:
-        for name in ("block_sizes", "policies", "threshold"):
+        for name in ("block_sizes", "policies", "threshold", "sps", "conservative_tokens"):
             if values[name].present:
                 raise config.ConfigError(f"--{name} = {values[name].value}: it needs a --drafter")
         return lambda target: methods
@@ -104,27 +107,50 @@ def read_methods(values: flags.FlagValues, recipe: config.RecipeConfig) -> Calla
     if not folder.is_dir():
         raise CheckpointError(f"--drafter = {folder}: there is no such folder; pass the output of train.distill")
     description, _ = orbax_drafter.read_description(folder)
-    threshold = recipe.decode.threshold if values.threshold is None else values.threshold
     sizes = numbers(values.block_sizes, int, "block_sizes") if values.block_sizes else [recipe.decode.block_size]
     if values.block_sizes and min(sizes) < 1:
         raise config.ConfigError(f"--block_sizes = {','.join(values.block_sizes)}: use 1 or more")
     sizes = [check_block_size(description, size) for size in sizes]
-    names = values.policies or ["full", *(["threshold"] if description.confidence_head else [])]
-    if "threshold" in names and not description.confidence_head:
-        raise config.ConfigError("--policies = threshold: this drafter has no confidence head; use full")
-    policies = [dspark_jax.Policy(name, threshold if name == "threshold" else 0.0) for name in names]
+    make_policies = read_policies(values, recipe.decode, description)
+    make_policies("")  # complains now, not after the target is loaded
 
     def load(target: dspark_jax.Target) -> list[measure.Method]:
+        policies = make_policies(target.config.fingerprint())
         loaded = load_drafter(folder, target)
         assert isinstance(loaded.drafter, DSparkDrafter)
         for size in sizes:
             cut = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, block_size=size))
-            for policy in policies:
-                label = "full" if policy.name == "full" else f"{policy.name} {policy.threshold:g}"
-                methods.append(measure.Method(f"dspark K={size} {label}", cut, policy))
+            methods.extend(measure.Method(f"dspark K={size} {label}", cut, policies[label]) for label in policies)
         return methods
 
     return load
+
+
+def read_policies(
+    values: flags.FlagValues, decode: config.DecodeConfig, description: config.DrafterConfig
+) -> Callable[[str], dict[str, schedules.Policy]]:
+    """Checks the policies' names, and returns how to make them, by label, for a target's fingerprint."""
+    default = ["full", *(["threshold"] if description.confidence_head else []), decode.policy]
+    names = list(dict.fromkeys(values.policies or default))
+    threshold = decode.threshold if values.threshold is None else values.threshold
+    ids = decode.conservative_tokens
+    if values.conservative_tokens:
+        ids = numbers(values.conservative_tokens, int, "conservative_tokens")
+    for name in names:
+        config.check_policy_name(name, "--policies")
+        if name.partition("+")[0] in config.CONFIDENCE_POLICIES and not description.confidence_head:
+            raise config.ConfigError(f"--policies = {name}: this drafter has no confidence head; use full")
+
+    def make(fingerprint: str) -> dict[str, schedules.Policy]:
+        path = values.sps or decode.sps
+        table = sps.load(path, fingerprint) if path else None
+        label = lambda name: name.replace("threshold", f"threshold {threshold:g}") if name[0] == "t" else name  # noqa: E731
+        return {
+            label(name): schedules.from_name(name, confidence_threshold=threshold, table=table, conservative_ids=ids)
+            for name in names
+        }
+
+    return make
 
 
 def read_sets(values: flags.FlagValues, target: dspark_jax.Target) -> list[measure.PromptSet]:
@@ -189,6 +215,7 @@ def measure_everything(values: flags.FlagValues) -> tuple[dict[str, Any], list[m
     else:
         target = dspark_jax.load_target(recipe.target, jnp.dtype(recipe.dtype))
     sets, methods = read_sets(values, target), load_methods(target)
+    measure.check_methods(methods, settings)
     total = len(settings.temperatures) * sum(len(s.prompts) for s in sets)
     read_bandwidth = bandwidth.make_reader()
     with tqdm.tqdm(total=total, file=sys.stderr, unit="prompt") as bar:
@@ -229,8 +256,10 @@ def render_section(section: measure.Section) -> str:
         spread = f"{m.speedup_p10:.2f}-{m.speedup_p90:.2f}"
         row = [m.method, cell(m.tokens_per_second, ".1f"), cell(m.speedup), spread, cell(m.accepted_length)]
         row += [cell(m.cycle_ms), cell(m.identical, ".0%"), cell(m.clean_speedup), cell(m.clean_accepted_length)]
-        rows.append(row + [cell((m.stages_ms or {}).get(s)) for s in measure.STAGES if stages])
-    header += [f"{stage} ms" for stage in measure.STAGES if stages]
+        split = m.stages_ms or {}
+        share = split[measure.RULES] / sum(split[stage] for stage in measure.STAGES) if split else None
+        rows.append(row + ([*(cell(split.get(s)) for s in measure.STAGES), cell(share, ".1%")] if stages else []))
+    header += [*(f"{stage} ms" for stage in measure.STAGES), "rules"] if stages else []
     size = max(len(m.acceptance_by_position) for m in section.methods)
     shares = [
         [m.method, *(cell(s, ".0%") for s in m.acceptance_by_position), *[""] * (size - len(m.acceptance_by_position))]
@@ -244,6 +273,7 @@ def render_section(section: measure.Section) -> str:
             f" autoregressive decoding reaches {section.memory_limit_share:.0%} of that",
             render_table(header, rows),
             f"* without the {section.looping} of {section.prompts} prompts whose autoregressive answer loops",
+            *["rules: share of the stages that scheduling and verification take without drafter and target"] * stages,
             "",
             render_table(["accepted, of those verified", *(f"k={k}" for k in range(1, size + 1))], shares),
         ]

@@ -1,6 +1,7 @@
 """Measure a step of the target against the tokens that it carries, and a draft beside it.
 
   python -m eval.step_curve [--target NAME] [--drafter DIR] [--widths 1,2,3,4,6,8,16] [--transformers]
+  python -m eval.step_curve --sps=sps.json [--batch 1] [--widths 1,2,4,8,16]
 
 Question: what does it cost to verify w tokens instead of decoding one, what does a draft cost, what does the loop add
 to both, and how close is the one-token step to the memory limit? A curve that is flat up to some width is what makes
@@ -10,6 +11,9 @@ Method: every step runs inside one jitted loop (no host between steps), all loop
 order, so that noise hits all alike; medians over the rounds; the cache holds half of its slots. `--transformers` also
 times greedy decoding by Hugging Face transformers with the same weights (pip install 'dspark-jax[oracle]'). Ratios are
 to the one-token step of the same run. The last line printed is one JSON object.
+
+`--sps` also writes the table that hardware-aware policies need (`dspark_jax.sps`): steps per second at batch x width
+tokens. Its widths are by default those that decoding compiles; with a K + 1 that is no power of two, name it too.
 """
 
 from __future__ import annotations
@@ -30,16 +34,19 @@ import tqdm
 from absl import app, flags
 
 import dspark_jax
-from dspark_jax import config, generation, kv_cache, sampling
+from dspark_jax import config, generation, kv_cache, sampling, sps
 from dspark_jax.checkpoints.load import read_target_files
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.loading import Target
+from dspark_jax.machine import describe_machine
 from eval import bandwidth
-from eval.machine import describe_machine
 
 _TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "What dspark_jax.load_target reads.")
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of a trained drafter, to time its draft and its whole cycle.")
-_WIDTHS = flags.DEFINE_list("widths", ["1", "2", "3", "4", "5", "6", "8", "12", "16"], "Tokens per step.")
+_WIDTHS = flags.DEFINE_list("widths", ["1", "2", "3", "4", "5", "6", "8", "12", "16"], "Tokens per row and step.")
+_LADDER = (1, 2, 4, 8, 16)
+_BATCH = flags.DEFINE_integer("batch", 1, "Rows of the target's steps.", lower_bound=1)
+_SPS = flags.DEFINE_string("sps", None, "Write the SPS table to this file; it must not exist.")
 _SLOTS = flags.DEFINE_integer("slots", 256, "Slots of the KV cache.", lower_bound=64)
 _STEPS = flags.DEFINE_integer("steps", 8, "Steps per timed loop.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timed loops per width.", lower_bound=1)
@@ -55,8 +62,8 @@ class Timed:
     steps: int
 
 
-def target_step(target: Target, width: int, slots: int, steps: int) -> Timed:
-    """Makes a loop of `steps` greedy target steps of `width` tokens at batch 1."""
+def target_step(target: Target, width: int, slots: int, steps: int, batch: int = 1) -> Timed:
+    """Makes a loop of `steps` greedy target steps of `width` tokens in each of `batch` rows."""
     model = target.step(())
 
     @jax.jit
@@ -71,9 +78,9 @@ def target_step(target: Target, width: int, slots: int, steps: int) -> Timed:
 
         return jax.lax.fori_loop(0, steps, body, (ids, cache))[0]
 
-    cache = kv_cache.init_cache(target.config, 1, slots, target.dtype)
-    cache = dataclasses.replace(cache, length=jnp.full((1,), slots // 2, jnp.int32))
-    ids = jnp.ones((1, width), jnp.int32)
+    cache = kv_cache.init_cache(target.config, batch, slots, target.dtype)
+    cache = dataclasses.replace(cache, length=jnp.full((batch,), slots // 2, jnp.int32))
+    ids = jnp.ones((batch, width), jnp.int32)
     return Timed(f"width {width}", lambda: jax.block_until_ready(loop(target.params, cache, ids)), steps)
 
 
@@ -176,6 +183,20 @@ def measure(timed: list[Timed], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
+def sps_table(target: Target, seconds: dict[int, float], batch: int) -> sps.SpsTable:
+    """Makes the SPS table of steps of `batch` rows from seconds per step by width."""
+    widths = sorted(seconds)
+    return sps.SpsTable(
+        tokens=tuple(batch * width for width in widths),
+        steps_per_second=tuple(1 / seconds[width] for width in widths),
+        device=describe_machine(),
+        target=target.name,
+        fingerprint=target.config.fingerprint(),
+        batch=batch,
+        dtype=jnp.dtype(target.dtype).name,
+    )
+
+
 def main(argv: list[str]) -> None:
     """Command line entry."""
     if len(argv) > 1:
@@ -190,10 +211,19 @@ def main(argv: list[str]) -> None:
 
 def run() -> dict[str, Any]:
     """Measures, prints the table, returns the result."""
+    slots, steps, batch = _SLOTS.value, _STEPS.value, _BATCH.value
+    if batch > 1 and (_DRAFTER.value or _TRANSFORMERS.value):
+        raise config.ConfigError(f"--batch = {batch}: drafts, cycles and transformers are timed at batch 1 only")
+    if _SPS.value and Path(_SPS.value).exists():
+        raise config.ConfigError(f"--sps = {_SPS.value}: the file exists; delete it first, or name another one")
+    try:
+        widths = sorted({1, *(int(w) for w in _WIDTHS.value)})
+    except ValueError as error:
+        raise config.ConfigError(f"--widths = {','.join(_WIDTHS.value)}: expected a comma list of numbers") from error
+    if _SPS.value and not flags.FLAGS["widths"].present:
+        widths = list(_LADDER)
     target = dspark_jax.load_target(_TARGET.value)
-    slots, steps = _SLOTS.value, _STEPS.value
-    widths = sorted({1, *(int(w) for w in _WIDTHS.value)})
-    timed = [target_step(target, width, slots, steps) for width in widths]
+    timed = [target_step(target, width, slots, steps, batch) for width in widths]
     if _DRAFTER.value:
         drafter = dspark_jax.load_drafter(Path(_DRAFTER.value), target)
         timed += [draft_step(target, drafter, slots, steps), whole_cycle(target, drafter, slots, steps)]
@@ -204,7 +234,9 @@ def run() -> dict[str, Any]:
     one = medians["width 1"]
     limit = bandwidth.weight_bytes(target.params) / bandwidth.read_bandwidth()
     print(describe_machine())
-    print(f"target {target.name}, {target.layout}, {jnp.dtype(target.dtype).name}, {slots} cache slots, batch 1\n")
+    print(
+        f"target {target.name}, {target.layout}, {jnp.dtype(target.dtype).name}, {slots} cache slots, batch {batch}\n"
+    )
     print(f"{'step':<14}{'ms':>9}{'p10':>9}{'p90':>9}{'ratio to width 1':>19}")
     for name, values in seconds.items():
         cut = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
@@ -214,11 +246,15 @@ def run() -> dict[str, Any]:
         "machine": describe_machine(),
         "target": target.name,
         "slots": slots,
+        "batch": batch,
         "milliseconds": {name: 1e3 * value for name, value in medians.items()},
         "ratio": {name: value / one for name, value in medians.items()},
         "memory_limit_ms": 1e3 * limit,
         "memory_limit_share": limit / one,
     }
+    if _SPS.value:
+        sps.save(sps_table(target, {width: medians[f"width {width}"] for width in widths}, batch), _SPS.value)
+        print(f"wrote {_SPS.value}")
     cycle = next((name for name in medians if name.startswith("cycle")), None)
     if cycle:
         size = int(cycle.partition("=")[2])

@@ -139,7 +139,11 @@ def test_overrides_go_through_ml_collections():
         ("data.source", "web", "config.data.source"),
         ("data.source", "file", "config.data.prompts_path"),
         ("data.temperature", -1.0, "config.data.temperature = -1.0"),
-        ("decode.policy", "oracle", "config.decode.policy"),
+        ("decode.policy", "best", "config.decode.policy = 'best': use one of full, threshold"),
+        ("decode.policy", "full+full", "NAME.conservative_tokens"),
+        ("decode.policy", "delayed", "config.decode.policy = 'delayed': it needs a measured table"),
+        ("decode.policy", "threshold+conservative_tokens", "name the tokens in config.decode.conservative_tokens"),
+        ("decode.threshold", 1.5, "config.decode.threshold = 1.5: use a probability"),
         ("decode.temperature", -0.5, "config.decode.temperature = -0.5"),
         ("decode.block_size", 8, "use at most the trained block size, 7"),
         ("drafter.sequential_head", "lstm", "config.drafter.sequential_head"),
@@ -158,6 +162,26 @@ def test_recipe_refuses(field, value, message):
         config.from_config_dict(values)
     with pytest.raises(ConfigError, match=message):
         config.from_config_dict(ml_collections.ConfigDict(values))
+
+
+def test_policies_that_are_not_lossless_are_greedy_only():
+    def read(policy: str, temperature: float, reads_markov: bool = True):
+        decode = {"policy": policy, "temperature": temperature, "sps": "t.json", "conservative_tokens": (1,)}
+        config.from_config_dict({"decode": decode, "drafter": {"confidence_reads_markov": reads_markov}})
+
+    read("oracle", 0.0)
+    read("global_maximum", 0.0)
+    read("delayed", 1.0)
+    read("global_maximum", 1.0, reads_markov=False)  # h_k alone knows no draft token
+    refused = [("oracle", False), ("global_maximum", True), ("global_maximum+conservative_tokens", False)]
+    for policy, reads_markov in refused:
+        with pytest.raises(ConfigError, match=r"not lossless when sampling: use config\.decode\.temperature=0"):
+            read(policy, 0.5, reads_markov)
+
+
+def test_confidences_need_a_head():
+    with pytest.raises(ConfigError, match=r"'threshold': it needs config\.drafter\.confidence_head"):
+        config.from_config_dict({"decode": {"policy": "threshold"}, "drafter": {"confidence_head": False}})
 
 
 def test_confidence_can_not_read_an_embedding_that_does_not_exist():

@@ -29,6 +29,7 @@ class ScriptedDrafter:
     block_size: int
     tapped_layers: tuple[int, ...] = ()
     always_full: bool = True
+    confidence_reads_draft: bool = True
 
     def init_state(self, batch, slots):
         del batch, slots
@@ -131,7 +132,7 @@ def test_speculative_greedy_is_autoregressive(tiny_target, tiny_prompts, baselin
     """Every head, both layouts of the anchor, a reduced vocabulary; K from 1 to 7; batch 4 and 1."""
     text = [token for row in whole for token in row]
     drafter = random_dspark(tiny_target, text=text, **DSPARK[name])
-    policy = dspark_jax.Policy() if threshold is None else dspark_jax.Policy("threshold", threshold)
+    policy = dspark_jax.schedules.full() if threshold is None else dspark_jax.schedules.threshold(threshold)
     options = {"drafter": drafter, "policy": policy}
     if name == "rnn":
         options["widths"] = (2, 5)  # another ladder than the default one
@@ -239,7 +240,7 @@ def test_threshold_cuts_where_confidence_falls(tiny_target, tiny_prompts, baseli
     """Confidence below the threshold at some places: verify lengths follow it, the text does not change."""
     confidence = np.where(np.random.default_rng(1).random((4, SLOTS)) < 0.7, 2.0, -2.0).astype(np.float32)
     drafter = scripted(whole, 4, confidence)
-    rows = run(tiny_target, tiny_prompts, drafter=drafter, policy=dspark_jax.Policy("threshold", 0.5))
+    rows = run(tiny_target, tiny_prompts, drafter=drafter, policy=dspark_jax.schedules.threshold(0.5))
     seen = set()
     for b, (prompt, row, expected) in enumerate(zip(tiny_prompts, rows, baseline)):
         assert row.token_ids == expected.token_ids
@@ -366,7 +367,7 @@ def test_stream_gives_what_generate_gives(tiny_target, tiny_prompts, markov, cyc
     ("size", "ladder"), [(1, (1, 2)), (5, (1, 2, 4, 6)), (7, (1, 2, 4, 8)), (15, (1, 2, 4, 8, 16))]
 )
 def test_default_widths(size, ladder):
-    drafter, full, threshold = ScriptedDrafter(size), dspark_jax.Policy(), dspark_jax.Policy("threshold", 0.5)
+    drafter, full, threshold = ScriptedDrafter(size), dspark_jax.schedules.full(), dspark_jax.schedules.threshold(0.5)
     assert decode.default_widths(drafter, threshold) == ladder
     assert decode.default_widths(drafter, full) == ladder[-1:]
     assert decode.default_widths(dspark_jax.prompt_lookup(size).drafter, full) == ladder

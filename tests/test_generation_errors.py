@@ -78,23 +78,9 @@ def test_a_threshold_needs_confidences(tiny_target):
             tiny_target,
             [[1, 2]],
             drafter=dspark_jax.prompt_lookup(2),
-            policy=dspark_jax.Policy("threshold", 0.5),
+            policy=dspark_jax.schedules.threshold(0.5),
             max_new_tokens=4,
         )
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (("oracle", 0.5), "policy 'oracle': use full or threshold"),
-        (("threshold", -0.1), r"policy threshold = -0\.1"),
-        (("threshold", 1.1), "use a probability in 0..1"),
-        (("threshold", float("nan")), "policy threshold = nan"),
-    ],
-)
-def test_policy_refuses(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        dspark_jax.Policy(*fields)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import decode, kv_cache, sampling, scheduler
+from dspark_jax import decode, kv_cache, sampling, schedules
 from dspark_jax.checkpoints import deepspec
 from dspark_jax.checkpoints.huggingface import read_folder
 from dspark_jax.checkpoints.target_params import target_params
@@ -121,12 +121,12 @@ def test_greedy_trace(golden, target, head, threshold):
     config, params, shared = load(golden, head)
     drafter = DSparkDrafter(DSparkModel(config, "feature_major"), config.block_size)
     weights = {"model": params, "shared": shared}
-    policy = scheduler.Policy() if threshold == "0.0" else scheduler.Policy("threshold", float(threshold))
+    policy = schedules.full() if threshold == "0.0" else schedules.threshold(float(threshold))
     # The ladder once; every width costs a compilation.
     widths = (1, 3, config.block_size + 1) if (head, threshold) == ("vanilla", "0.2") else (config.block_size + 1,)
     model = TargetStep(TargetModel(target_config, "feature_major", config.tapped_layers))
     cycle = decode.Cycle(model, drafter, policy, widths)
-    run_cycle = jax.jit(decode.speculative_cycle, static_argnums=0)
+    run_cycle = jax.jit(decode.speculative_cycle)
     records = json.loads((golden / f"draft_qwen3_{head}" / f"greedy_threshold_{threshold}.json").read_text())
     assert len(records) == 3
     for record in records:

@@ -16,6 +16,8 @@ RULES = {
     "config": set(),
     "text": LEAVES,
     "text_stats": set(),
+    "machine": set(),
+    "sps": {*LEAVES, "machine"},
     "layers": LEAVES,
     "kv_cache": {*LEAVES, "layers"},
     "sampling": LEAVES,
@@ -26,15 +28,16 @@ RULES = {
     # These know no model:
     "calibration": {*LEAVES, "sampling"},
     "scheduler": {*LEAVES, "sampling"},
+    "schedules": {*LEAVES, "scheduler", "sps", "schedules"},
     "verify": {*LEAVES, "sampling"},
     # The cycle knows the drafters' protocol; the models reach it as callables.
     "decode": {*LEAVES, "kv_cache", "sampling", "scheduler", "verify", "drafters.base"},
     "checkpoints": {*LEAVES, "text", "checkpoints"},
     # What a user calls:
     "loading": {*MODELS, "text", "target", "checkpoints"},
-    "generation": {*MODELS, "text", "scheduler", "decode", "loading", "drafters.base"},
+    "generation": {*MODELS, "text", "scheduler", "schedules", "decode", "loading", "drafters.base"},
     "drafter_loading": {*MODELS, "drafters", "checkpoints", "loading", "generation"},
-    "__init__": {"scheduler", "loading", "generation", "drafter_loading"},
+    "__init__": {"scheduler", "schedules", "sps", "loading", "generation", "drafter_loading"},
 }
 
 # Other top-level packages -> what they may import of all five.

@@ -51,6 +51,7 @@ class Drafter(Observer, Protocol):
       block_size: K, tokens proposed per cycle.
       tapped_layers: target layers whose outputs `commit` wants.
       always_full: every draft has K tokens; the verify width then depends on the policy alone.
+      confidence_reads_draft: confidences depend on draft tokens; some policies are lossless only if they don't.
     """
 
     @property
@@ -61,6 +62,9 @@ class Drafter(Observer, Protocol):
 
     @property
     def always_full(self) -> bool: ...  # noqa: D102
+
+    @property
+    def confidence_reads_draft(self) -> bool: ...  # noqa: D102
 
     def init_state(self, batch: int, slots: int) -> Any:
         """Returns the state of `batch` rows that have read nothing, for sequences of up to `slots` tokens."""

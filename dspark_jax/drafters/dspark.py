@@ -222,6 +222,11 @@ class DSparkDrafter:
         """Target layers whose outputs are the context."""
         return self.model.config.tapped_layers
 
+    @property
+    def confidence_reads_draft(self) -> bool:
+        """The confidence head sees the Markov embedding of the token before; h_k alone knows no draft token."""
+        return self.model.config.confidence_head and self.model.config.confidence_reads_markov
+
     def init_state(self, batch: int, slots: int) -> KVCache:
         """Returns an empty context."""
         return kv_cache.init_cache(self.model.config.decoder, batch, slots, self.model.dtype)

@@ -24,6 +24,7 @@ class PromptLookupDrafter:
       min_ngram: shortest match that is used; with none, nothing is proposed.
       tapped_layers: none, it reads no features.
       always_full: see `base.Drafter`; a match near the end has a short continuation.
+      confidence_reads_draft: there are no confidences.
     """
 
     block_size: int = 3
@@ -31,6 +32,7 @@ class PromptLookupDrafter:
     min_ngram: int = 1
     tapped_layers: tuple[int, ...] = ()
     always_full: bool = False
+    confidence_reads_draft: bool = False
 
     def init_state(self, batch: int, slots: int) -> tuple[()]:
         """Has no state: the row's tokens are all it needs."""

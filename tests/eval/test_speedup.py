@@ -10,11 +10,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import dspark_jax
-from dspark_jax import config
+from dspark_jax import config, sps
 from dspark_jax.checkpoints import orbax_drafter
 from dspark_jax.drafters.dspark import DSparkModel, shared_weights
 from dspark_jax.text_stats import is_loop
-from eval import bandwidth, measure, plots, speedup
+from eval import bandwidth, measure, plots, speedup, step_curve
 
 TARGET = config.DecoderConfig(
     vocab_size=97, width=32, mlp_width=64, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=512
@@ -150,8 +150,10 @@ def test_run_measures_and_greedy_text_is_the_same(target):
 def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dspark_jax, "random_target", lambda *_: target)  # the same weights, already drawn
     monkeypatch.setattr(bandwidth, "make_reader", functools.partial(bandwidth.make_reader, 1 << 22, 2))
-    png, copy = tmp_path / "plot.png", tmp_path / "result.json"
-    arguments = f"--drafter {drafter_folder} --block_sizes=2 --policies=threshold --threshold=0.5 --repeats=1"
+    png, copy, table = tmp_path / "plot.png", tmp_path / "result.json", tmp_path / "sps.json"
+    sps.save(step_curve.sps_table(target, {1: 0.01, 2: 0.011, 4: 0.012}, 1), table)
+    arguments = f"--drafter {drafter_folder} --block_sizes=2 --policies=threshold,delayed --threshold=0.5 --repeats=1"
+    arguments += f" --sps={table}"
     arguments += f" --lookup_block_size={LOOKUP} --png={png} --json={copy} --config.decode.max_new_tokens=20"
     code = speedup.main(["speedup", *arguments.split()])
     printed = capsys.readouterr().out.splitlines()
@@ -161,12 +163,12 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
     assert png.read_bytes().startswith(b"\x89PNG")
     assert result["max_new_tokens"] == 20  # the override applies to the drafter folder's recipe
     assert [(s["prompt_set"], s["temperature"]) for s in result["sections"]] == [("heldout", 0), ("heldout", 1)]
-    names = ["autoregressive", "prompt lookup K=1", "dspark K=2 threshold 0.5"]
+    names = ["autoregressive", "prompt lookup K=1", "dspark K=2 threshold 0.5", "dspark K=2 delayed"]
     for section in result["sections"]:
         assert [m["method"] for m in section["methods"]] == names
         assert all(m["tokens_per_second"] > 0 for m in section["methods"])
-        assert all(set(m["stages_ms"]) == set(measure.STAGES) for m in section["methods"][1:])
-    assert [m["identical"] for m in result["sections"][0]["methods"]] == [1.0] * 3
+        assert all(set(m["stages_ms"]) == {*measure.STAGES, measure.RULES} for m in section["methods"][1:])
+    assert [m["identical"] for m in result["sections"][0]["methods"]] == [1.0] * 4
     assert sum(line.startswith("== heldout, temperature") for line in printed) == 2
 
 
@@ -181,7 +183,12 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
         (["--png=/no/such/folder/a.png"], "no such folder"),
         (["--drafter=no_such_folder"], "no_such_folder"),
         (["--drafter={drafter}", "--block_sizes=9"], "trained for 1..3"),
-        (["--drafter={drafter}", "--policies=best"], "full or threshold"),
+        (["--drafter={drafter}", "--policies=best"], "use one of full, threshold"),
+        (["--drafter={drafter}", "--policies=delayed"], "eval.step_curve --sps=FILE"),
+        (["--drafter={drafter}", "--policies=hardware_aware", "--sps=no_such_table.json"], "no_such_table.json"),
+        (["--drafter={drafter}", "--policies=conservative_tokens"], "name one or more token ids"),
+        (["--drafter={drafter}", "--policies=oracle"], "policy oracle at temperature 1"),
+        (["--sps=no_such_table.json"], "it needs a --drafter"),
         (["--drafter={drafter}", "--sets=general"], "no tokenizer"),
         (["--drafter={drafter}", "--prompts={prompts}"], "line 1"),
         (["--block_sizes=3"], "--drafter"),
