@@ -318,7 +318,6 @@ def _stage_times(
     drafter, params = method.drafter.drafter, method.drafter.params
     step, policy = target.step(drafter.tapped_layers), method.policy or Policy()
     cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy))
-    vocab = drafter.draft_vocab(params)
     seconds = []
     for prompt in prompts:
         session = _prepare(target, method, prompt, options)
@@ -329,9 +328,7 @@ def _stage_times(
             marks = [time.perf_counter()]
             draft, length, uniforms = jax.block_until_ready(_draft(cycle, params, settings, state))
             marks.append(time.perf_counter())
-            verified = jax.block_until_ready(
-                _verify(cycle, target.params, vocab, settings, state, draft, length, uniforms)
-            )
+            verified = jax.block_until_ready(_verify(cycle, target.params, settings, state, draft, length, uniforms))
             marks.append(time.perf_counter())
             state = jax.block_until_ready(_commit(cycle, params, settings, state, draft, length, verified))
             marks.append(time.perf_counter())

@@ -34,8 +34,8 @@ class ScriptedDrafter:
         del batch, slots
         return ()
 
-    def draft(self, params, state, tokens, length, uniforms, temperature):
-        del state, tokens, uniforms, temperature
+    def draft(self, params, state, tokens, length, uniforms, sampler):
+        del state, tokens, uniforms, sampler
         place = length[:, None] + jnp.arange(self.block_size)
         take = lambda table: jnp.take_along_axis(table, place, axis=1)  # noqa: E731
         full = jnp.full(length.shape, self.block_size, jnp.int32)
@@ -46,9 +46,6 @@ class ScriptedDrafter:
     def commit(self, params, state, output, count):
         del params, output, count
         return state
-
-    def draft_vocab(self, params):
-        del params
 
 
 def scripted(rows: list[list[int]], block_size: int, confidence: np.ndarray | None = None) -> LoadedDrafter:
