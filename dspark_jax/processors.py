@@ -14,16 +14,17 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dspark_jax.records import Sampler
 
 
 def make_sampler(
-    temperature: jax.Array,
-    top_k: jax.Array | int = 0,
-    top_p: jax.Array | float = 1.0,
-    min_p: jax.Array | float = 0.0,
-    repetition_penalty: jax.Array | float = 1.0,
+    temperature: ArrayLike,
+    top_k: ArrayLike = 0,
+    top_p: ArrayLike = 1.0,
+    min_p: ArrayLike = 0.0,
+    repetition_penalty: ArrayLike = 1.0,
 ) -> Sampler:
     """Returns the settings of B rows: temperature [B], the others [B] or one value for all rows."""
     temperature = jnp.asarray(temperature, jnp.float32)

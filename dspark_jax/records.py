@@ -98,8 +98,8 @@ class Sampler:
 class Draft:
     """A proposed block and the distribution q that each token was drawn from.
 
-    q_k = softmax(logits_k), after the processors, zero wherever `ids` names no token. Verification is exact for whatever
-    q is, as long as it is this one.
+    q_k = softmax(logits_k), after the processors, zero wherever `ids` names no token. Verification is exact for
+    whatever q is, as long as it is this one.
 
     Attributes:
       token_ids: [B, K] int32, in the target's vocabulary.

@@ -24,12 +24,8 @@ def read_sampler(batch: int, temperature: Any, top_k: Any, top_p: Any, min_p: An
       GenerationError: a value that is out of range, or not one per row.
     """
     temperature = per_row(temperature, np.float32, batch, "temperature")
-    _refuse(
-        temperature, np.isfinite(temperature) & (temperature >= 0), "temperature", "0 (greedy) or a positive number"
-    )
-    _refuse(
-        temperature, (temperature == 0) | (temperature >= _COLDEST), "temperature", f"0 (greedy), or {_COLDEST} or more"
-    )
+    good = np.isfinite(temperature) & ((temperature == 0) | (temperature >= _COLDEST))
+    _refuse(temperature, good, "temperature", f"0 (greedy) or a positive number, {_COLDEST} at least")
     top_k = per_row(top_k, np.float64, batch, "top_k")
     _refuse(top_k, (top_k >= 0) & (top_k == np.floor(top_k)), "top_k", "a whole number, 0 (off) or more")
     top_p = per_row(top_p, np.float32, batch, "top_p")
@@ -74,8 +70,8 @@ def refuse_failed_rows(failed: jax.Array) -> None:
         row = int(broken[0])
         raise GenerationError(
             f"row {row}: the target's logits for position"
-            f" {positions[row]} are not finite numbers ({len(broken)} of {len(positions)} rows): its weights are damaged,"
-            " or overflow in this dtype; load it again, or in float32"
+            f" {positions[row]} are not finite numbers ({len(broken)} of {len(positions)} rows): its weights are"
+            " damaged, or overflow in this dtype; load it again, or in float32"
         )
 
 
