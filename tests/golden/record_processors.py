@@ -71,7 +71,7 @@ def main() -> None:
             seen = rng.integers(0, 16, 5).tolist()
             probabilities, margin = process(logits, seen, case)
             if margin > 1e-5:
-                rounded = [round(p, 6) if p > 0 else 0 for p in probabilities]
+                rounded = [float(f"{p:.7g}") if p > 0 else 0 for p in probabilities]
                 records.append({"row": row, "seen": seen, **case, "probabilities": rounded})
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
