@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import decode, kv_cache, sampling
+from dspark_jax.config import VERIFIERS
 from dspark_jax.drafters.base import Drafter, NoObserver
 from dspark_jax.loading import Target
 from dspark_jax.requests import GenerationError, per_row, read_sampler, refuse_failed_rows
 from dspark_jax.scheduler import Policy
-from dspark_jax.verify import VERIFIERS
 
 PREFILL_CHUNK = 32
 _SLOT_STEP = 128  # buffer sizes are multiples of this

@@ -26,8 +26,6 @@ import jax.numpy as jnp
 from dspark_jax import sampling
 from dspark_jax.records import Draft
 
-VERIFIERS = ("token", "block")
-
 _TINY = 1e-37  # keeps divisions by a q or a sum that is zero for tokens nobody could have drawn
 
 

@@ -67,6 +67,8 @@ class Settings:
     Attributes:
       max_new_tokens: budget of each answer.
       temperatures: every set is decoded at each of them; 0 = greedy.
+      top_k, top_p, min_p, repetition_penalty: the other processors (`generation.prepare`), for all methods.
+      verifier: "token" or "block".
       repeats: timed runs per prompt and method.
       seed: seed of the random streams.
       stages: also time draft, verify and commit on their own.
@@ -74,6 +76,11 @@ class Settings:
 
     max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    verifier: str = "token"
     repeats: int = 3
     seed: int = 0
     stages: bool = True
@@ -179,6 +186,7 @@ def run(
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
+        **{name: getattr(settings, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty", "verifier")},
         "cache_slots": shared_slots(sets, methods, settings.max_new_tokens),
     }
     for method in methods:
@@ -317,7 +325,7 @@ def _stage_times(
         return None
     drafter, params = method.drafter.drafter, method.drafter.params
     step, policy = target.step(drafter.tapped_layers), method.policy or Policy()
-    cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy))
+    cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy), options["verifier"])
     seconds = []
     for prompt in prompts:
         session = _prepare(target, method, prompt, options)

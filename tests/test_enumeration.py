@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from dspark_jax import processors, sampling, verify
+from dspark_jax.config import VERIFIERS
 from dspark_jax.records import Draft
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -244,7 +245,7 @@ SIZES = [(2, 3), (3, 2), (4, 3)]
 
 
 @pytest.mark.parametrize("rule", ["full", "past"])
-@pytest.mark.parametrize("verifier", verify.VERIFIERS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize(("vocab", "size"), SIZES)
 @pytest.mark.parametrize("form", FORMS)
 def test_committed_tokens_are_distributed_as_the_targets(form, vocab, size, verifier, rule):
@@ -255,7 +256,7 @@ def test_committed_tokens_are_distributed_as_the_targets(form, vocab, size, veri
     assert difference < TOLERANCE
 
 
-@pytest.mark.parametrize("verifier", verify.VERIFIERS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("form", ["full", "reduced", "candidates"])
 def test_the_check_sees_a_q_that_was_not_drawn_from(form, verifier):
     """Verified against q of another temperature; taken as one-hot, a drawn token is fine, but kept less often."""
@@ -269,7 +270,7 @@ def test_the_check_sees_a_q_that_was_not_drawn_from(form, verifier):
     assert kept[0] < 0.9 * kept[1]
 
 
-@pytest.mark.parametrize("verifier", verify.VERIFIERS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
 def test_the_check_sees_a_greedy_proposal_verified_as_if_it_were_drawn(verifier):
     case = make_case("deterministic", 3, 2)
     uniform = dataclasses.replace(case.draft, logits=jnp.zeros((*case.draft.token_ids.shape, 3)))
@@ -277,7 +278,7 @@ def test_the_check_sees_a_greedy_proposal_verified_as_if_it_were_drawn(verifier)
     assert wrong > 1e-3
 
 
-@pytest.mark.parametrize("verifier", verify.VERIFIERS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("form", ["full", "candidates"])
 def test_the_check_sees_a_length_that_reads_its_own_token(form, verifier):
     wrong = deviation(make_case(form, 3, 2), verifier, "own token")
@@ -287,7 +288,7 @@ def test_the_check_sees_a_length_that_reads_its_own_token(form, verifier):
 def test_the_check_sees_a_verifier_that_is_wrong():
     """Block acceptance with token-wise residuals, and token-wise acceptance with block residuals."""
     case = make_case("full", 3, 2)
-    token, block = (ways(case, verifier, "full") for verifier in verify.VERIFIERS)
+    token, block = (ways(case, verifier, "full") for verifier in VERIFIERS)
     for accepted, added in ((block[0], token[1]), (token[0], block[1])):
         ours = committed_distribution(case, accepted, added)
         assert max(np.abs(mine - theirs).max() for mine, theirs in zip(ours, case.reference)) > 1e-3
@@ -300,7 +301,7 @@ def test_block_verification_accepts_at_least_as_much(form, vocab, size):
     case = make_case(form, vocab, size)
     for rule in ("full", "past"):
         expected = []
-        for verifier in verify.VERIFIERS:
+        for verifier in VERIFIERS:
             kept = (ways(case, verifier, rule)[0] * np.arange(size + 1)).sum(1) * case.drawn
             place = case.sampler_index * 1000 + case.count * 100 + case.committed
             expected.append(np.bincount(place, kept))
@@ -310,7 +311,7 @@ def test_block_verification_accepts_at_least_as_much(form, vocab, size):
         assert gains != one_hot
 
 
-@pytest.mark.parametrize("verifier", verify.VERIFIERS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("form", FORMS)
 def test_verify_draws_what_the_probabilities_say(form, verifier):
     """Monte Carlo on one block: accepted length and added token of `verify.verify` together, chi-square."""

@@ -34,7 +34,7 @@ RULES = {
     "checkpoints": {*LEAVES, "text", "checkpoints"},
     # What a user calls:
     "loading": {*MODELS, "text", "target", "checkpoints"},
-    "generation": {*MODELS, "text", "requests", "scheduler", "verify", "decode", "loading", "drafters.base"},
+    "generation": {*MODELS, "text", "requests", "scheduler", "decode", "loading", "drafters.base"},
     "drafter_loading": {*MODELS, "drafters", "checkpoints", "loading", "generation"},
     "__init__": {"scheduler", "loading", "generation", "drafter_loading"},
 }

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from dspark_jax import processors, sampling
+from dspark_jax.config import VERIFIERS
 from dspark_jax.records import Draft
-from dspark_jax.verify import VERIFIERS, verify
+from dspark_jax.verify import verify
 
 ROWS = 50_000
 

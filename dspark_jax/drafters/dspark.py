@@ -18,11 +18,9 @@ from flax import struct
 
 from dspark_jax import kv_cache, layers, processors, sampling
 from dspark_jax.confidence import ConfidenceHead
-from dspark_jax.config import ConfigError, DrafterConfig
+from dspark_jax.config import DRAFT_SAMPLING, ConfigError, DrafterConfig
 from dspark_jax.records import BlockKV, Draft, KVCache, Params, Sampler
 from dspark_jax.sequential_head import SequentialHead
-
-DRAFT_SAMPLING = ("sample", "greedy")
 
 
 @struct.dataclass
