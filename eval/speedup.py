@@ -277,8 +277,6 @@ def render_sampler(facts: dict[str, Any]) -> str:
     penalty = "" if facts["repetition_penalty"] == 1 else f", repetition_penalty {facts['repetition_penalty']:g}"
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     on = "".join(f", {name} {facts[name]:g}" for name, value in off.items() if facts[name] != value)
-        f", {name} {facts[name]:g}" for name in ("top_k", "top_p", "min_p") if facts[name] != (name == "top_p")
-    )
     sampled = f"{on}{penalty}, verified by {facts['verifier']}"
     return "; ".join(f"temperature {t:g}{sampled}" if t else f"greedy{penalty}" for t in facts["temperatures"])
 
