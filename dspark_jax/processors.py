@@ -1,8 +1,9 @@
 """Logits processors: repetition penalty, temperature, top-k, top-p, min-p; per row, in Hugging Face's order.
 
 The same functions act on the target's logits and on the drafter's. What no row uses costs nothing (`lax.cond`). There
-are no sorts: over a vocabulary they are far slower on a CPU than a few dozen passes that only compare and sum, so top-k
-and top-p find their thresholds by bisection over the bit patterns of float32, which is exact.
+are no sorts, which take far too long over a vocabulary on a CPU. Top-k and top-p look at the largest few logits; where
+that doesn't settle the threshold (a large k, a flat distribution) they find it by bisection over the bit patterns of
+float32: a few dozen passes that only compare and sum. Both are exact.
 
 Sources: temperature; top-k (Fan et al., 2018); top-p (Holtzman et al., 2020); min-p (Nguyen et al., 2024); repetition
 penalty (Keskar et al., 2019, CTRL, section 4.1).
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from dspark_jax.records import Sampler
+
+_FEW = 128  # logits that top-k and top-p look at first
 
 
 def make_sampler(
@@ -129,7 +132,11 @@ def keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
         return count >= goal, count == goal  # exactly k: the set is settled, whatever else lies between
 
     lowest, highest = image.min(-1), image.max(-1)
-    threshold = _bisect(probe, lowest, highest + 1, settled=jnp.broadcast_to(goal == size, lowest.shape))
+    off, goal = jnp.broadcast_to(goal == size, lowest.shape), jnp.broadcast_to(goal, lowest.shape)
+    largest = _largest(logits)
+    few = ~off & (goal <= largest.shape[-1])
+    settled = _pick(_ordered_bits(largest), jnp.minimum(goal, largest.shape[-1]) - 1)
+    threshold = _bisect(probe, jnp.where(few, settled, lowest), highest + 1, settled=off | few)
     return jnp.where(image < threshold[..., None], -jnp.inf, logits)
 
 
@@ -154,16 +161,22 @@ def keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
         return reached, jnp.zeros_like(reached)
 
     lowest, highest = image.min(-1), image.max(-1)
-    off = jnp.broadcast_to(by_row >= 1.0, lowest.shape)
+    off = (by_row >= 1.0) | jnp.isnan(goal)
+    largest = _largest(logits)
+    mass = jnp.exp(largest - largest[..., :1])
+    kept = jnp.cumsum(mass, axis=-1) - mass < goal[..., None]  # less than p before it
+    few = ~off & ~kept[..., -1]
+    settled = _pick(_ordered_bits(largest), jnp.maximum(jnp.sum(kept, axis=-1), 1) - 1)
     # The least likely logit that stays is the smallest with less than p above it: one beyond the last that has p.
-    threshold = jnp.where(off, lowest, _bisect(probe, lowest - 1, highest, settled=off) + 1)
+    low = jnp.where(few, settled, lowest) - 1
+    threshold = jnp.where(off, lowest, _bisect(probe, low, highest, settled=off | few) + 1)
     tie = image == threshold[..., None]
     ties = jnp.sum(tie, axis=-1)
     weight = jnp.max(jnp.where(tie, weights, 0.0), axis=-1)
     wanted = jnp.ceil((goal - mass_above(threshold)) / weight)
     wanted = jnp.where(off | (weight == 0), ties, jnp.clip(wanted, 1, ties)).astype(jnp.int32)
-    kept = _if_any(wanted < ties, lambda tie: _last_of(tie, wanted), tie)
-    return jnp.where((image > threshold[..., None]) | kept, logits, -jnp.inf)
+    tie = _if_any(wanted < ties, lambda tie: _last_of(tie, wanted), tie)
+    return jnp.where((image > threshold[..., None]) | tie, logits, -jnp.inf)
 
 
 def keep_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
@@ -193,6 +206,17 @@ def _if_any(rows: jax.Array, function: Callable[[jax.Array], jax.Array], value: 
 def _per_row(values: jax.Array, like: jax.Array) -> jax.Array:
     """[B] -> [B, 1, ..., 1], as many axes as `like`."""
     return values.reshape((-1,) + (1,) * (like.ndim - 1))
+
+
+def _largest(logits: jax.Array) -> jax.Array:
+    """Returns the largest few logits, descending: [..., V] -> [..., n]."""
+    values, indices = jax.lax.top_k(logits, min(_FEW, logits.shape[-1]))
+    return jax.lax.optimization_barrier((values, indices))[0]  # without its indices XLA turns top_k into a sort
+
+
+def _pick(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Takes one entry along the last axis: [..., V], [...] -> [...]."""
+    return jnp.take_along_axis(array, index[..., None], axis=-1)[..., 0]
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
