@@ -23,6 +23,8 @@ ANCHOR_LAYOUTS = ("anchor_predicts", "anchor_only")
 SPS_POLICIES = ("hardware_aware", "delayed", "global_maximum")  # they need a measured SPS table
 CONFIDENCE_POLICIES = ("threshold", "adaptive_threshold", "context_complexity", *SPS_POLICIES)  # they read confidences
 POLICIES = ("full", *CONFIDENCE_POLICIES, "conservative_tokens", "oracle")
+VERIFIERS = ("token", "block")
+DRAFT_SAMPLING = ("sample", "greedy")
 
 
 class ConfigError(ValueError):
@@ -316,6 +318,10 @@ class DecodeConfig:
       conservative_tokens: Token ids after which a block ends (policy "conservative_tokens").
       max_new_tokens: Budget of new tokens per row.
       temperature: 0 = greedy.
+      top_k, top_p, min_p, repetition_penalty: The other processors (0, 1, 0 and 1 = off).
+      verifier: "token" or "block".
+      draft_sampling: At a temperature above 0, "sample" draws the draft tokens, "greedy" takes the likeliest ones.
+      candidates: Tokens per position that the sequential head corrects (0 = all).
       cache_slots: S, slots of the KV cache: prompt + budget + one block must fit (0 = as many as needed).
     """
 
@@ -326,6 +332,13 @@ class DecodeConfig:
     conservative_tokens: tuple[int, ...] = ()
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    verifier: str = "token"
+    draft_sampling: str = "sample"
+    candidates: int = 0
     cache_slots: int = 0
 
 
@@ -373,6 +386,16 @@ def from_config_dict(values: ml_collections.ConfigDict | Mapping[str, Any]) -> R
         _require(bool(recipe.data.prompts_path), "config.data.prompts_path", "''", "name a JSONL file of prompts")
     _check_policy(recipe)
     _require(recipe.decode.temperature >= 0, "config.decode.temperature", recipe.decode.temperature, "use 0 or more")
+    _require_in(recipe.decode.verifier, VERIFIERS, "config.decode.verifier")
+    _require_in(recipe.decode.draft_sampling, DRAFT_SAMPLING, "config.decode.draft_sampling")
+    for field, good, use in (
+        ("top_k", recipe.decode.top_k >= 0, "use 0 (off) or more"),
+        ("top_p", 0 < recipe.decode.top_p <= 1, "use a probability above 0, up to 1 (off)"),
+        ("min_p", 0 <= recipe.decode.min_p <= 1, "use a share in 0 (off)..1"),
+        ("repetition_penalty", recipe.decode.repetition_penalty > 0, "use a positive number, 1 = off"),
+        ("candidates", recipe.decode.candidates >= 0, "use 0 (all) or more"),
+    ):
+        _require(good, f"config.decode.{field}", getattr(recipe.decode, field), use)
     _require(recipe.data.temperature >= 0, "config.data.temperature", recipe.data.temperature, "use 0 or more")
     _require_in(recipe.drafter.sequential_head, SEQUENTIAL_HEADS, "config.drafter.sequential_head")
     _require_in(recipe.drafter.anchor_layout, ANCHOR_LAYOUTS, "config.drafter.anchor_layout")

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dspark_jax import kv_cache, sampling, scheduler, verify
+from dspark_jax import kv_cache, processors, sampling, scheduler, verify
 from dspark_jax.drafters.base import Drafter, Observer
-from dspark_jax.records import BlockKV, Draft, KVCache, Params, TargetOutput
+from dspark_jax.records import BlockKV, Draft, KVCache, Params, Sampler, TargetOutput
 
 TargetFn = Callable[..., TargetOutput]  # (params, token_ids [B, T], cache, with_logits=True) -> TargetOutput
 
@@ -30,13 +30,13 @@ class RowSettings:
 
     Attributes:
       budget: [B] int32, new tokens allowed.
-      temperature: [B] float32, 0 = greedy.
+      sampler: how each row's tokens are chosen.
       stop_ids: [B, n] int32, tokens that end the row (-1 = unused entry).
       keys: [B] random keys (`sampling.row_keys`).
     """
 
     budget: jax.Array
-    temperature: jax.Array
+    sampler: Sampler
     stop_ids: jax.Array
     keys: jax.Array
 
@@ -49,7 +49,8 @@ class DecodeState:
       tokens: [B, S] int32, committed tokens; garbage beyond the length.
       length: [B] int32, committed tokens (p + 1).
       prompt_length: [B] int32.
-      done: [B] bool, the row met a stop token or its budget.
+      done: [B] bool, the row met a stop token or its budget, or failed.
+      failed: [B] int32, -1, or the position for which the target's logits were not numbers: the row stopped before it.
       cache: the target's cache, positions < p.
       drafter: the drafter's state (or an observer's).
       cycle: int32, cycles run.
@@ -62,6 +63,7 @@ class DecodeState:
     length: jax.Array
     prompt_length: jax.Array
     done: jax.Array
+    failed: jax.Array
     cache: KVCache
     drafter: Any
     cycle: jax.Array
@@ -81,12 +83,14 @@ class Cycle:
       drafter: the drafter.
       policy: verify-length policy.
       widths: ladder of verify widths (tokens read by the target), ascending, the last one K + 1.
+      verifier: "token" or "block" (`verify`).
     """
 
     target: TargetFn = struct.field(pytree_node=False)
     drafter: Drafter = struct.field(pytree_node=False)
     policy: scheduler.Policy
     widths: tuple[int, ...] = struct.field(pytree_node=False)
+    verifier: str = struct.field(pytree_node=False, default="token")
 
 
 def default_widths(drafter: Drafter, policy: scheduler.Policy) -> tuple[int, ...]:
@@ -126,6 +130,7 @@ def init_state(
         length=jnp.array(prompt_length),  # a copy: both are donated to the loop
         prompt_length=prompt_length,
         done=settings.budget <= 0,
+        failed=jnp.full((batch,), -1, jnp.int32),
         cache=cache,
         drafter=drafter_state,
         cycle=jnp.zeros((), jnp.int32),
@@ -159,18 +164,21 @@ def prefill(
 
 
 def draft_stage(cycle: Cycle, drafter_params: Params, settings: RowSettings, state: DecodeState):
-    """Drafts and schedules. Returns the draft, the verify lengths [B] and the positions' uniforms [B, K+1, 3]."""
+    """Drafts and schedules. Returns the draft, the verify lengths [B] and the cycle's uniforms [B, K+1, 3]."""
     size = cycle.drafter.block_size
-    positions = state.length[:, None] + jnp.arange(size + 1)
-    uniforms = sampling.position_uniforms(settings.keys, positions)
+    uniforms = sampling.cycle_uniforms(settings.keys, state.length - 1, size + 1)
     draft = cycle.drafter.draft(
         drafter_params,
         state.drafter,
         state.tokens,
         state.length,
         uniforms[:, :size, sampling.DRAFT],
-        settings.temperature,
+        settings.sampler,
     )
+    if draft.logits is not None:
+        # A drafter whose logits are not numbers proposes nothing from there on: the text stays the target's. The cut
+        # is decided by the tokens before it, as a policy's.
+        draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, _numbers(draft.logits)))
     return draft, schedule_stage(cycle, state, draft), uniforms
 
 
@@ -181,20 +189,14 @@ def schedule_stage(cycle: Cycle, state: DecodeState, draft: Draft) -> jax.Array:
 
 
 def verify_stage(
-    cycle: Cycle,
-    params: Params,
-    draft_vocab,
-    settings: RowSettings,
-    state: DecodeState,
-    draft: Draft,
-    verify_len,
-    uniforms,
+    cycle: Cycle, params: Params, settings: RowSettings, state: DecodeState, draft: Draft, verify_len, uniforms
 ):
     """Reads anchor and drafts with the target at the narrowest sufficient width, and verifies.
 
     Returns:
-      accepted draft length n [B], the added token [B], and the target's output for K+1 tokens (garbage beyond the
-      width, and without the logits: they are used up).
+      accepted draft length n [B], the added token [B], broken [B] (True: there is no added token, the target's logits
+      for it are not numbers), and the target's output for K+1 tokens (garbage beyond the width, and without the logits:
+      they are used up).
     """
     size = cycle.drafter.block_size
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
@@ -206,14 +208,16 @@ def verify_stage(
         def branch(ids):
             output = cycle.target(params, ids[:, :width], state.cache)
             assert output.logits is not None
+            usable = _numbers(output.logits)  # broken rows end before the first token that can't be drawn
+            drafted = draft.token_ids[:, : width - 1]
             accepted, added = verify.verify(
-                output.logits,
+                processors.process_block(output.logits, settings.sampler, state.tokens, state.length, drafted),
                 draft,
-                verify_len,
-                settings.temperature,
+                jnp.minimum(verify_len, usable),
+                settings.sampler.temperature,
                 uniforms[:, : width - 1, sampling.ACCEPT],
                 uniforms[:, :width, sampling.COMMIT],
-                draft_vocab,
+                cycle.verifier,
             )
             widen = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0)))  # noqa: E731
             block = BlockKV(keys=tuple(map(widen, output.block.keys)), values=tuple(map(widen, output.block.values)))
@@ -228,7 +232,7 @@ def verify_stage(
                 measures = (scheduler.normalized_entropy(output.logits), output.attention_spread)
                 entropy, spread = (jnp.pad(a, ((0, 0), (0, pad))) for a in measures)
                 wide = dataclasses.replace(wide, entropy=entropy, attention_spread=spread)
-            return accepted, added, wide
+            return accepted, added, accepted == usable, wide
 
         return branch
 
@@ -243,18 +247,19 @@ def commit_stage(
     cycle: Cycle, drafter_params: Params, settings: RowSettings, state: DecodeState, draft, verify_len, verified
 ) -> DecodeState:
     """Cuts the new tokens at the first stop token and at the budget, then counts and stores them."""
-    accepted, added, output = verified
+    accepted, added, broken, output = verified
     size = cycle.drafter.block_size
     place = jnp.arange(size + 1)
     new = jnp.pad(draft.token_ids, ((0, 0), (0, 1)))
     new = jnp.where(place == accepted[:, None], added[:, None], new)  # [B, K+1]
-    tokens, length, count, done = _store(settings, state, new, accepted + 1)
+    tokens, length, count, done, failed = _store(settings, state, new, accepted + 1, broken)
     feedback = scheduler.Feedback(draft, verify_len, accepted, ~state.done, output)
     return dataclasses.replace(
         state,
         tokens=tokens,
         length=length,
         done=done,
+        failed=failed,
         schedule=cycle.policy.update(state.schedule, feedback),
         cache=kv_cache.append(state.cache, output.block, count),
         drafter=cycle.drafter.commit(drafter_params, state.drafter, output, count),
@@ -269,10 +274,9 @@ def speculative_cycle(
 ) -> tuple[DecodeState, Draft]:
     """One whole cycle. Returns the new state and the draft (for inspection)."""
     draft, verify_len, uniforms = draft_stage(cycle, drafter_params, settings, state)
-    vocab = cycle.drafter.draft_vocab(drafter_params)
     if cycle.policy.sees_acceptance:
-        verify_len, *_ = verify_stage(cycle, params, vocab, settings, state, draft, verify_len, uniforms)
-    verified = verify_stage(cycle, params, vocab, settings, state, draft, verify_len, uniforms)
+        verify_len, *_ = verify_stage(cycle, params, settings, state, draft, verify_len, uniforms)
+    verified = verify_stage(cycle, params, settings, state, draft, verify_len, uniforms)
     return commit_stage(cycle, drafter_params, settings, state, draft, verify_len, verified), draft
 
 
@@ -301,14 +305,18 @@ def autoregressive_loop(
         anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
         output = target(params, anchor, state.cache)
         assert output.logits is not None
-        uniforms = sampling.position_uniforms(settings.keys, state.length[:, None])[:, 0, sampling.COMMIT]
-        token = sampling.sample(output.logits[:, 0], settings.temperature, uniforms)
-        tokens, length, count, done = _store(settings, state, token[:, None], jnp.ones_like(token))
+        none = jnp.zeros((len(anchor), 0), jnp.int32)
+        logits = processors.process_block(output.logits, settings.sampler, state.tokens, state.length, none)[:, 0]
+        uniforms = sampling.cycle_uniforms(settings.keys, state.length - 1, 1)[:, 0, sampling.COMMIT]
+        token = sampling.sample(logits, settings.sampler.temperature, uniforms)
+        broken = _numbers(output.logits) == 0
+        tokens, length, count, done, failed = _store(settings, state, token[:, None], jnp.ones_like(token), broken)
         return dataclasses.replace(
             state,
             tokens=tokens,
             length=length,
             done=done,
+            failed=failed,
             cache=kv_cache.append(state.cache, output.block, count),
             drafter=observer.commit(observer_params, state.drafter, output, count),
             cycle=state.cycle + 1,
@@ -318,7 +326,13 @@ def autoregressive_loop(
     return jax.lax.while_loop(lambda s: ~jnp.all(s.done) & (s.cycle < last), body, state)
 
 
-def _store(settings: RowSettings, state: DecodeState, new: jax.Array, available: jax.Array):
+def _numbers(logits: jax.Array) -> jax.Array:
+    """Counts the leading positions whose logits are numbers, at least one of them finite: [B, T, V] -> [B] int32."""
+    good = jnp.isfinite(logits.max(axis=-1))  # a maximum passes NaN on
+    return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+
+def _store(settings: RowSettings, state: DecodeState, new: jax.Array, available: jax.Array, broken: jax.Array):
     """Writes new tokens, cut at the first stop token (which is kept) and at the budget.
 
     Args:
@@ -326,10 +340,12 @@ def _store(settings: RowSettings, state: DecodeState, new: jax.Array, available:
       state: the state.
       new: [B, T] candidates, `available` [B] of them valid.
       available: how many candidates each row has.
+      broken: [B] bool, the last of them is none: the row stops before it, unless it is done already.
 
     Returns:
-      tokens, length, count [B] of tokens that were committed, done.
+      tokens, length, count [B] of tokens that were committed, done, failed.
     """
+    available = available - broken
     place = jnp.arange(new.shape[1])
     is_stop = jnp.any(new[:, :, None] == settings.stop_ids[:, None, :], axis=-1) & (place < available[:, None])
     first_stop = jnp.where(is_stop.any(1), jnp.argmax(is_stop, axis=1), new.shape[1])
@@ -338,7 +354,9 @@ def _store(settings: RowSettings, state: DecodeState, new: jax.Array, available:
     write = jax.vmap(lambda row, piece, at: jax.lax.dynamic_update_slice(row, piece, (at,)))
     tokens = write(state.tokens, new.astype(jnp.int32), state.length)
     done = state.done | (first_stop < count) | (count >= left)
-    return tokens, state.length + count, count, done
+    length = state.length + count
+    failed = jnp.where(broken & ~done, length, state.failed)
+    return tokens, length, count, done | broken, failed
 
 
 # Jitted entry points: static arguments are hashable (within a cycle too), buffers are donated.

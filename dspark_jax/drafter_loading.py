@@ -16,7 +16,14 @@ from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
 
 
-def load_drafter(path: str | Path, target: Target, block_size: int = 0, force: bool = False) -> LoadedDrafter:
+def load_drafter(
+    path: str | Path,
+    target: Target,
+    block_size: int = 0,
+    force: bool = False,
+    draft_sampling: str = "sample",
+    candidates: int = 0,
+) -> LoadedDrafter:
     """Loads a trained DSpark drafter (the output folder of `train.distill`).
 
     Args:
@@ -24,17 +31,20 @@ def load_drafter(path: str | Path, target: Target, block_size: int = 0, force: b
       target: the target that it will draft for.
       block_size: K at decode, at most the trained one; 0 takes the trained one.
       force: load it even if it was trained for another target or chat template of the same shape.
+      draft_sampling: at a temperature above 0, "sample" draws the draft tokens, "greedy" takes the likeliest ones.
+      candidates: how many of a position's tokens the sequential head corrects; 0 = all (`DSparkDrafter`).
 
     Raises:
       CheckpointError: it can't be read, or it belongs to another target.
-      ConfigError: a block size that can't work.
+      ConfigError: an option that can't work.
     """
     folder = Path(path)
     config, vocab = orbax_drafter.read_description(folder)
     check_target(config, target, force)
     size = check_block_size(config, block_size)
-    params = orbax_drafter.read_params(folder, target.dtype)
     model = DSparkModel(config, target.layout, target.dtype)
+    drafter = DSparkDrafter(model, size, draft_sampling, candidates)
+    params = orbax_drafter.read_params(folder, target.dtype)
     shared = shared_weights(target.params, None if vocab is None else jnp.asarray(vocab))
     expected = jax.eval_shape(
         lambda: model.init(
@@ -48,7 +58,7 @@ def load_drafter(path: str | Path, target: Target, block_size: int = 0, force: b
     if shapes(expected) != shapes(params):
         wrong = sorted(set(shapes(expected).items()) ^ set(shapes(params).items()))
         raise CheckpointError(f"{folder}: the weights don't fit {orbax_drafter.CONFIG_FILE}: {wrong}")
-    return LoadedDrafter(DSparkDrafter(model, size), {"model": params, "shared": shared}, "dspark")
+    return LoadedDrafter(drafter, {"model": params, "shared": shared}, "dspark")
 
 
 def check_block_size(config: DrafterConfig, block_size: int) -> int:

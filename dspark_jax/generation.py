@@ -16,18 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import decode, kv_cache, sampling, schedules
+from dspark_jax.config import VERIFIERS
 from dspark_jax.drafters.base import Drafter, NoObserver
 from dspark_jax.loading import Target
+from dspark_jax.requests import GenerationError, per_row, read_sampler, refuse_failed_rows
 from dspark_jax.scheduler import Policy
 
 PREFILL_CHUNK = 32
 _SLOT_STEP = 128  # buffer sizes are multiples of this
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a user turn, token ids, or chat messages
-
-
-class GenerationError(ValueError):
-    """A request that can't be served; the message names the value and the fix."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,6 +138,11 @@ def prepare(
     drafter: LoadedDrafter | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    verifier: str = "token",
     policy: Policy | None = None,
     stop_ids: Sequence[int] | None = None,
     seed: int = 0,
@@ -154,7 +157,12 @@ def prepare(
       prompts: user turns, chat messages or token ids; one row each.
       drafter: None decodes autoregressively.
       max_new_tokens: budget, for all rows or per row.
-      temperature: 0 = greedy, for all rows or per row.
+      temperature: 0 = greedy, for all rows or per row, as the four that follow.
+      top_k: 0 = off.
+      top_p: 1 = off.
+      min_p: 0 = off.
+      repetition_penalty: 1 = off.
+      verifier: "token" or "block" (`verify`).
       policy: verify-length policy (`schedules`); None verifies whole blocks. It means nothing without a drafter.
       stop_ids: tokens that end a row; None takes the tokenizer's.
       seed: seed of the random streams.
@@ -172,15 +180,15 @@ def prepare(
         raise GenerationError(f"prompts = {prompts[:40]!r}: give a list of prompts, even for one")
     ids = [prompt_ids(target, prompt) for prompt in prompts]
     batch = len(ids)
-    budgets = _per_row(max_new_tokens, np.int32, batch, "max_new_tokens")
-    temperatures = _per_row(temperature, np.float32, batch, "temperature")
+    budgets = per_row(max_new_tokens, np.int32, batch, "max_new_tokens")
+    sampler = read_sampler(batch, temperature, top_k, top_p, min_p, repetition_penalty)
     if budgets.min() < 0 or (np.ndim(max_new_tokens) == 0 and budgets.min() == 0):
         raise GenerationError(f"max_new_tokens = {budgets.min()}: use 1 or more (0 for single rows of a batch only)")
-    if not np.all(np.isfinite(temperatures)) or temperatures.min() < 0:
-        raise GenerationError(f"temperature = {temperatures.min()}: use 0 (greedy) or a positive number")
+    if verifier not in VERIFIERS:
+        raise GenerationError(f"verifier = {verifier!r}: use {' or '.join(VERIFIERS)}")
     policy = policy or schedules.full()
     if drafter is not None:
-        check_lossless(policy, drafter, float(temperatures.max()))
+        check_lossless(policy, drafter, float(np.max(sampler.temperature)))
     size = drafter.drafter.block_size if drafter else 0
     longest = max(len(i) for i in ids)
     most = int(budgets.max())
@@ -203,12 +211,17 @@ def prepare(
         )
     if stop_ids is None:
         stop_ids = target.tokenizer.eos_ids if target.tokenizer else ()
+    outside = [token for token in stop_ids if not 0 <= token < target.config.vocab_size]
+    if outside:
+        raise GenerationError(
+            f"stop token {outside[0]} is outside the vocabulary 0..{target.config.vocab_size - 1}: it would never come"
+        )
     padded = np.zeros((batch, slots), np.int32)
     for row, prompt in enumerate(ids):
         padded[row, : len(prompt)] = prompt
     settings = decode.RowSettings(
         budget=jnp.asarray(budgets),
-        temperature=jnp.asarray(temperatures),
+        sampler=sampler,
         stop_ids=jnp.tile(jnp.asarray(list(stop_ids) or [-1], jnp.int32), (batch, 1)),
         keys=sampling.row_keys(seed, jnp.asarray(rows if rows is not None else range(batch), jnp.int32)),
     )
@@ -237,7 +250,7 @@ def prepare(
         ladder = tuple(widths or decode.default_widths(drafter.drafter, policy))
         if list(ladder) != sorted(set(ladder)) or ladder[-1] != size + 1:
             raise GenerationError(f"widths = {ladder}: use ascending widths that end at K + 1 = {size + 1}")
-        cycle = decode.Cycle(step, drafter.drafter, policy, ladder)
+        cycle = decode.Cycle(step, drafter.drafter, policy, ladder, verifier)
         run = lambda state, n: decode.speculative_loop_jit(  # noqa: E731
             cycle, target.params, drafter.params, settings, state, n
         )
@@ -258,16 +271,6 @@ def check_lossless(policy: Policy, drafter: LoadedDrafter, temperature: float) -
         )
 
 
-def _per_row(value, dtype, batch: int, name: str) -> np.ndarray:
-    """Returns a setting as one value per row."""
-    values = np.asarray(value, dtype)
-    if values.shape not in ((), (batch,)):
-        raise GenerationError(
-            f"{name} has shape {list(values.shape)}: give one value, or one for each of {batch} prompts"
-        )
-    return np.broadcast_to(values, (batch,))
-
-
 def generate(target: Target, prompts: Sequence[Prompt], **options: Any) -> GenerationBatch:
     """Decodes prompts to their end.
 
@@ -278,19 +281,27 @@ def generate(target: Target, prompts: Sequence[Prompt], **options: Any) -> Gener
 
     Returns:
       text, tokens, accepted lengths and timings.
+
+    Raises:
+      GenerationError: a value that can't be served, or a target whose logits are not finite numbers.
     """
     session = prepare(target, prompts, **options)
     start = time.perf_counter()
     state = session.run(session.state, session.state.accepted.shape[1])
     jax.block_until_ready(state.tokens)
     seconds = time.perf_counter() - start
+    refuse_failed_rows(state.failed)
     rows = _collect(target, state, session.settings)
     total = sum(len(row.token_ids) for row in rows)
     return GenerationBatch(rows, Timings(session.prefill_seconds, seconds, total))
 
 
 def stream(target: Target, prompt: Prompt, cycles_per_piece: int = 1, **options: Any) -> Iterator[list[int]]:
-    """Decodes one prompt, yielding the new token ids of every `cycles_per_piece` cycles as they are committed."""
+    """Decodes one prompt, yielding the new token ids of every `cycles_per_piece` cycles as they are committed.
+
+    Raises:
+      GenerationError: as `generate`; a target that breaks down midway raises after its last good token.
+    """
     session = prepare(target, [prompt], **options)
     state, sent = session.state, int(session.state.prompt_length[0])
     while not bool(state.done[0]):
@@ -299,6 +310,7 @@ def stream(target: Target, prompt: Prompt, cycles_per_piece: int = 1, **options:
         if length > sent:
             yield np.asarray(state.tokens)[0, sent:length].tolist()
         sent = length
+    refuse_failed_rows(state.failed)
 
 
 def _collect(target: Target, state: decode.DecodeState, settings: decode.RowSettings) -> list[Generation]:

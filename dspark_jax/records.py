@@ -78,18 +78,46 @@ class TargetOutput:
 
 
 @struct.dataclass
+class Sampler:
+    """How each row's next token is chosen; values per row, so that changing them compiles nothing.
+
+    The processors act in the order of Hugging Face's `generate`: repetition penalty,
+    temperature, top-k, top-p, min-p (`processors`).
+
+    Attributes:
+      temperature: [B] float32, 0 = greedy.
+      top_k: [B] int32, 0 = off.
+      top_p: [B] float32 in (0, 1], 1 = off.
+      min_p: [B] float32 in [0, 1], 0 = off.
+      repetition_penalty: [B] float32 > 0, 1 = off; greedy rows obey it too.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+
+
+@struct.dataclass
 class Draft:
-    """A proposed block.
+    """A proposed block and the distribution q that each token was drawn from.
+
+    q_k = softmax(logits_k), after the processors, zero wherever `ids` names no token. Verification is exact for
+    whatever q is, as long as it is this one.
 
     Attributes:
       token_ids: [B, K] int32, in the target's vocabulary.
-      logits: [B, K, V'] float32, the logits (before temperature) that each token was chosen from, or None for a
-        deterministic proposal (q is one-hot).
+      logits: [B, K, V'] float32, processed (`processors.process`), -inf for what could not be drawn; None for a
+        deterministic proposal (q is one-hot). Rows at temperature 0 are deterministic whatever stands here.
       confidence_logits: [B, K] float32; sigmoid is c_k, or None if the drafter has no confidence head.
       length: [B] int32, how many of the K tokens are proposed (prompt lookup may find fewer, or none).
+      ids: target ids of the last axis of `logits`. None: the whole vocabulary. [V'] ascending: a reduced vocabulary.
+        [B, K, V']: a list of candidates per position, distinct except for padding, whose logits are -inf.
     """
 
     token_ids: jax.Array
     logits: jax.Array | None
     confidence_logits: jax.Array | None
     length: jax.Array
+    ids: jax.Array | None = None

@@ -74,8 +74,10 @@ class SequentialHead(nn.Module):
         state = keep * state + (1 - keep) * jnp.tanh(candidate)
         return jnp.tanh(output), state
 
-    def bias(self, code: jax.Array) -> jax.Array:
-        """Returns the transition bias W2 code, [n, R] -> [n, V']."""
+    def bias(self, code: jax.Array, only: jax.Array | None = None) -> jax.Array:
+        """Returns the transition bias W2 code, [n, R] -> [n, V'], or its entries `only` [n, m] -> [n, m]."""
+        if only is not None:
+            return jnp.einsum("nr,nmr->nm", code, self.w2[only])
         x = layers.from_tokens(code, self.layout)
         return layers.to_tokens(layers.linear(self.w2, x, self.layout), self.layout)
 

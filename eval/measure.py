@@ -70,6 +70,8 @@ class Settings:
     Attributes:
       max_new_tokens: budget of each answer.
       temperatures: every set is decoded at each of them; 0 = greedy.
+      top_k, top_p, min_p, repetition_penalty: the other processors (`generation.prepare`), for all methods.
+      verifier: "token" or "block".
       repeats: timed runs per prompt and method.
       seed: seed of the random streams.
       stages: also time draft, verify and commit on their own.
@@ -77,6 +79,11 @@ class Settings:
 
     max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    verifier: str = "token"
     repeats: int = 3
     seed: int = 0
     stages: bool = True
@@ -184,6 +191,7 @@ def run(
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
+        **{name: getattr(settings, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty", "verifier")},
         "cache_slots": shared_slots(sets, methods, settings.max_new_tokens),
     }
     for method in methods:
@@ -353,9 +361,8 @@ def _stage_times(
     if policy.sees_acceptance:
         return None  # its cycle runs the target twice
     step = target.step(drafter.tapped_layers, with_attention_spread=policy.reads_target)
-    cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy))
+    cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy), options["verifier"])
     replay = dataclasses.replace(cycle, target=_replayed)
-    vocab = drafter.draft_vocab(params)
     seconds = []
     for prompt in prompts:
         session = _prepare(target, method, prompt, options)
@@ -366,14 +373,12 @@ def _stage_times(
             marks = [time.perf_counter()]
             draft, length, uniforms = jax.block_until_ready(_draft(cycle, params, settings, state))
             marks.append(time.perf_counter())
-            verified = jax.block_until_ready(
-                _verify(cycle, target.params, vocab, settings, state, draft, length, uniforms)
-            )
+            verified = jax.block_until_ready(_verify(cycle, target.params, settings, state, draft, length, uniforms))
             marks.append(time.perf_counter())
             output = jax.block_until_ready(_read(step, target.params, state, draft.token_ids))
             start = time.perf_counter()
             jax.block_until_ready(_schedule(cycle, state, draft))
-            jax.block_until_ready(_verify(replay, output, vocab, settings, state, draft, length, uniforms))
+            jax.block_until_ready(_verify(replay, output, settings, state, draft, length, uniforms))
             rules = time.perf_counter() - start
             start = time.perf_counter()
             state = jax.block_until_ready(_commit(cycle, params, settings, state, draft, length, verified))

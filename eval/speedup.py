@@ -50,6 +50,11 @@ def parse_flags(argv: Sequence[str]) -> flags.FlagValues:
         flags.DEFINE_integer("max_new_tokens", None, "Tokens per answer; config.decode's by default.", flag_values=v)
         flags.DEFINE_list("block_sizes", None, "K's to draft with; config.decode's or the trained one by default.", v)
         flags.DEFINE_list("temperatures", ["0", "1"], "Temperatures; 0 is greedy.", v)
+        flags.DEFINE_integer("top_k", None, "0 = off; it and the next four: config.decode's by default.", flag_values=v)
+        flags.DEFINE_float("top_p", None, "1 = off.", flag_values=v)
+        flags.DEFINE_float("min_p", None, "0 = off.", flag_values=v)
+        flags.DEFINE_float("repetition_penalty", None, "1 = off.", flag_values=v)
+        flags.DEFINE_string("verifier", None, "token or block.", v)
         known = f"Of {', '.join(config.POLICIES)}, NAME+conservative_tokens; a row each."
         flags.DEFINE_list("policies", None, f"{known} full, threshold and config.decode's by default.", v)
         flags.DEFINE_float("threshold", None, "Of that policy; config.decode's by default.", flag_values=v)
@@ -116,7 +121,8 @@ def read_methods(values: flags.FlagValues, recipe: config.RecipeConfig) -> Calla
 
     def load(target: dspark_jax.Target) -> list[measure.Method]:
         policies = make_policies(target.config.fingerprint())
-        loaded = load_drafter(folder, target)
+        decode = recipe.decode
+        loaded = load_drafter(folder, target, draft_sampling=decode.draft_sampling, candidates=decode.candidates)
         assert isinstance(loaded.drafter, DSparkDrafter)
         for size in sizes:
             cut = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, block_size=size))
@@ -206,7 +212,11 @@ def measure_everything(values: flags.FlagValues) -> tuple[dict[str, Any], list[m
             f"--temperatures = {','.join(values.temperatures)}: use 0 (greedy) or positive numbers"
         )
     recipe = read_recipe(values)
-    settings = dataclasses.replace(settings, max_new_tokens=values.max_new_tokens or recipe.decode.max_new_tokens)
+    from_flag = lambda name: getattr(recipe.decode if values[name].value is None else values, name)  # noqa: E731
+    names = ("max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "verifier")
+    decode = dataclasses.replace(recipe.decode, **{name: from_flag(name) for name in names})
+    recipe = config.from_config_dict(config.to_config_dict(dataclasses.replace(recipe, decode=decode)))  # checks it
+    settings = dataclasses.replace(settings, **{name: getattr(decode, name) for name in names})
     load_methods = read_methods(values, recipe)
     if values.prompts:
         text.read_prompts(values.prompts)  # a malformed line should not wait for the target
@@ -286,9 +296,19 @@ def render_report(facts: dict[str, Any], sections: Sequence[measure.Section]) ->
         f"machine  {facts['machine']}, jax {facts['jax']}, {facts['date']}",
         f"target   {facts['target']}, {facts['dtype']}, {facts['weight_bytes'] / 1e6:.1f} MB of weights a step",
         f"drafter  {facts['drafter'] or 'none (pass --drafter)'}",
+        f"sampler  {render_sampler(facts)}",
         f"decoding batch 1, {facts['max_new_tokens']} new tokens at most, loop time only, median of {facts['repeats']}",
     ]
     return "\n\n".join(["\n".join(lines), *(render_section(section) for section in sections)])
+
+
+def render_sampler(facts: dict[str, Any]) -> str:
+    """Says how tokens are chosen in effect: greedy runs feel no processor but the repetition penalty."""
+    penalty = "" if facts["repetition_penalty"] == 1 else f", repetition_penalty {facts['repetition_penalty']:g}"
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    on = "".join(f", {name} {facts[name]:g}" for name, value in off.items() if facts[name] != value)
+    sampled = f"{on}{penalty}, verified by {facts['verifier']}"
+    return "; ".join(f"temperature {t:g}{sampled}" if t else f"greedy{penalty}" for t in facts["temperatures"])
 
 
 def report_errors(command: Callable[[], None]) -> int:

@@ -34,7 +34,7 @@ import tqdm
 from absl import app, flags
 
 import dspark_jax
-from dspark_jax import config, generation, kv_cache, sampling, sps
+from dspark_jax import config, generation, kv_cache, processors, sampling, sps
 from dspark_jax.checkpoints.load import read_target_files
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.loading import Target
@@ -88,14 +88,13 @@ def draft_step(target: Target, drafter: generation.LoadedDrafter, slots: int, st
     """Makes a loop of `steps` greedy drafts (backbone, head, confidence) at batch 1."""
     del target
     inner, size = drafter.drafter, drafter.drafter.block_size
+    sampler = processors.make_sampler(jnp.zeros((1,)))
 
     @jax.jit
     def loop(params, state, tokens):
         def body(_, carry):
             tokens, total = carry
-            draft = inner.draft(
-                params, state, tokens, jnp.full((1,), slots // 2), jnp.zeros((1, size)), jnp.zeros((1,))
-            )
+            draft = inner.draft(params, state, tokens, jnp.full((1,), slots // 2), jnp.zeros((1, size)), sampler)
             total += 0.0 if draft.confidence_logits is None else draft.confidence_logits.sum()
             tokens = jax.lax.dynamic_update_slice(tokens, draft.token_ids[:, -1:], (0, slots // 2 - 1))
             return tokens, total

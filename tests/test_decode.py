@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import dspark_jax
-from dspark_jax import decode, generation
+from dspark_jax import decode, generation, processors, sampling
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, shared_weights
 from dspark_jax.generation import LoadedDrafter
@@ -35,8 +36,8 @@ class ScriptedDrafter:
         del batch, slots
         return ()
 
-    def draft(self, params, state, tokens, length, uniforms, temperature):
-        del state, tokens, uniforms, temperature
+    def draft(self, params, state, tokens, length, uniforms, sampler):
+        del state, tokens, uniforms, sampler
         place = length[:, None] + jnp.arange(self.block_size)
         take = lambda table: jnp.take_along_axis(table, place, axis=1)  # noqa: E731
         full = jnp.full(length.shape, self.block_size, jnp.int32)
@@ -47,9 +48,6 @@ class ScriptedDrafter:
     def commit(self, params, state, output, count):
         del params, output, count
         return state
-
-    def draft_vocab(self, params):
-        del params
 
 
 def scripted(rows: list[list[int]], block_size: int, confidence: np.ndarray | None = None) -> LoadedDrafter:
@@ -346,11 +344,143 @@ def test_one_compile_per_shape(tiny_target, tiny_prompts, markov):
         drafter=other,
         temperature=[0.0, 1.0, 0.5, 0.0],
         max_new_tokens=[3, 9, 0, 7],
+        top_k=[0, 5, 0, 1000],
+        top_p=0.9,
+        min_p=[0.0, 0.1, 0.0, 0.0],
+        repetition_penalty=1.2,
         seed=9,
     )
     assert (decode.speculative_loop_jit._cache_size(), decode.prefill_jit._cache_size()) == before
     run(tiny_target, tiny_prompts[:3], drafter=markov, max_new_tokens=1)  # another batch does
     assert decode.speculative_loop_jit._cache_size() == before[0] + 1
+
+
+OPTIONS = {  # options of the drafter, of the request
+    "block": ({}, {"verifier": "block"}),
+    "greedy drafts": ({"draft_sampling": "greedy"}, {"verifier": "block"}),
+    "candidates": ({"candidates": 8}, {"verifier": "block"}),
+    "one candidate": ({"candidates": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_greedy_is_autoregressive_with_every_option(tiny_target, tiny_prompts, markov, baseline, name):
+    """Also beside sampled rows with every processor on, and with a repetition penalty."""
+    of_drafter, of_request = OPTIONS[name]
+    drafter = dataclasses.replace(markov, drafter=dataclasses.replace(markov.drafter, **of_drafter))
+    options = {"drafter": drafter, **of_request}
+    rows = run(tiny_target, tiny_prompts, **options)
+    assert [r.token_ids for r in rows] == [r.token_ids for r in baseline]
+    if name != "one candidate":
+        assert max(a for r in rows for a in r.accepted_lengths) > 1
+    mixed = {"temperature": [0, 1, 0, 0.8], "top_k": [5, 0, 0, 9], "top_p": [1, 0.9, 0.5, 0.8], "min_p": 0.01}
+    mixed["repetition_penalty"] = [1.0, 1.1, 1.4, 1.0]
+    rows = run(tiny_target, tiny_prompts, **mixed, **options)
+    plain = run(tiny_target, tiny_prompts, **mixed)
+    assert rows[0].token_ids == plain[0].token_ids == baseline[0].token_ids
+    assert rows[2].token_ids == plain[2].token_ids != baseline[2].token_ids  # the penalty changes greedy text
+    (alone,) = run(
+        tiny_target,
+        tiny_prompts[1:2],
+        rows=[1],
+        temperature=1.0,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        **options,
+    )
+    assert alone.token_ids == rows[1].token_ids
+
+
+@pytest.mark.parametrize("candidates", [0, 6])
+@pytest.mark.parametrize("vocab", [None, np.arange(0, VOCAB, 2)])
+def test_drafts_are_drawn_from_the_q_that_they_report(tiny_target, whole, candidates, vocab):
+    """Every token is what its position's uniform draws from softmax(Draft.logits), with every processor on."""
+    loaded = random_dspark(tiny_target, vocab=vocab, text=whole[1], sequential_head="vanilla", block_size=3)
+    drafter = dataclasses.replace(loaded.drafter, candidates=candidates)
+    rows = 16
+    rng = np.random.default_rng(0)
+    tokens, length = jnp.asarray(rng.integers(0, VOCAB, (rows, 32))), jnp.asarray(rng.integers(1, 20, rows))
+    state = dataclasses.replace(drafter.init_state(rows, 32), length=length - 1)
+    uniforms = jnp.asarray(rng.random((rows, 3)), jnp.float32)
+    settings = processors.make_sampler(np.linspace(0.0, 1.5, rows), [0, 9] * 8, 0.9, 0.01, [1.0, 1.5, 1.0, 0.7] * 4)
+    draft = jax.jit(drafter.draft)(loaded.params, state, tokens, length, uniforms, settings)
+    for k in range(3):
+        index = sampling.sample(draft.logits[:, k], settings.temperature, uniforms[:, k])
+        if candidates:
+            index = np.take_along_axis(draft.ids[:, k], index[:, None], axis=1)[:, 0]
+        elif vocab is not None:
+            index = vocab[index]
+        np.testing.assert_array_equal(draft.token_ids[:, k], index)
+    assert draft.logits.shape == (rows, 3, candidates or (VOCAB if vocab is None else len(vocab)))
+    if vocab is not None:
+        assert np.isin(draft.token_ids, vocab).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class BreaksAt:
+    """A target whose logits after the token `poison` are `value`."""
+
+    step: Any
+    poison: int
+    value: float
+
+    def __call__(self, params, token_ids, cache, with_logits=True):
+        output = self.step(params, token_ids, cache, with_logits=with_logits)
+        if not with_logits:
+            return output
+        bad = (token_ids == self.poison)[..., None]
+        if np.isnan(self.value):
+            bad &= jnp.arange(VOCAB) == 50  # one entry is enough
+        return dataclasses.replace(output, logits=jnp.where(bad, self.value, output.logits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Breaking(dspark_jax.Target):
+    poison: int = 0
+    value: float = float("nan")
+
+    def step(self, *args):
+        return BreaksAt(super().step(*args), self.poison, self.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_target_stops_the_row(tiny_target, tiny_prompts, whole, baseline, value, temperature):
+    """No token is drawn from logits that are not numbers; the error names row and position, with any drafter."""
+    first = {}
+    for i, token in enumerate(baseline[1].token_ids):
+        first.setdefault(token, i)
+    poison = next(t for t, i in first.items() if 3 <= i < 20 and t not in tiny_prompts[1])
+    fields = {f.name: getattr(tiny_target, f.name) for f in dataclasses.fields(tiny_target)}
+    broken = Breaking(**fields, poison=poison, value=value)
+    good = baseline[1].token_ids[: first[poison] + 1]
+    for drafter in (None, scripted([whole[1]], 4)):
+        options = {"drafter": drafter, "cache_slots": SLOTS, "max_new_tokens": BUDGET, "temperature": temperature}
+        if temperature:
+            options["top_k"] = 1  # the greedy text by way of sampling
+        position = len(tiny_prompts[1]) + len(good)
+        with pytest.raises(generation.GenerationError, match=f"row 0: the target's logits for position {position} are"):
+            dspark_jax.generate(broken, tiny_prompts[1:2], **options)
+        pieces = []
+        stream = dspark_jax.stream(broken, tiny_prompts[1], **options)
+        with pytest.raises(generation.GenerationError, match=f"position {position}"):
+            pieces.extend(stream)  # keeps what came before the error
+        assert [token for piece in pieces for token in piece] == good
+        options["max_new_tokens"] = len(good)  # done before it matters
+        assert dspark_jax.generate(broken, tiny_prompts[1:2], **options).rows[0].token_ids == good
+
+
+def test_a_broken_drafter_proposes_nothing(tiny_target, tiny_prompts, markov, baseline):
+    """NaN in its weights: the text is the target's all the same, one token a cycle."""
+    params = jax.tree.map(lambda w: w, markov.params)
+    params["model"]["sequential"]["w2"] = jnp.full_like(params["model"]["sequential"]["w2"], jnp.nan)
+    drafter = dataclasses.replace(markov, params=params)
+    for temperature in (0.0, 1.0):
+        rows = run(tiny_target, tiny_prompts, drafter=drafter, temperature=temperature, top_k=3, top_p=0.9)
+        assert all(r.accepted_lengths == [1] * BUDGET and r.verify_lengths == [0] * BUDGET for r in rows)
+        plain = run(tiny_target, tiny_prompts, temperature=temperature, top_k=3, top_p=0.9)
+        assert [r.token_ids for r in rows] == [r.token_ids for r in plain]
 
 
 @pytest.mark.parametrize("cycles", [1, 3])

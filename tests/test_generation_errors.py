@@ -10,6 +10,7 @@ from dspark_jax import generation
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.drafter_loading import check_block_size, check_target
+from dspark_jax.drafters.dspark import DSparkDrafter
 from dspark_jax.generation import GenerationError
 
 
@@ -36,6 +37,21 @@ class Template:
         ([[1]], {"temperature": -0.1}, r"temperature = -0\.1"),
         ([[1]], {"temperature": float("nan")}, "temperature = nan"),
         ([[1]], {"temperature": float("inf")}, "temperature = inf"),
+        ([[1]], {"temperature": 1e-9}, r"temperature = 1e-09: use 0 \(greedy\) or a positive number, 1e-06 at least"),
+        ([[1], [2]], {"temperature": [1.0, float("inf")]}, "temperature = inf"),
+        ([[1]], {"top_p": 0.0}, "top_p = 0: use a probability above 0"),
+        ([[1]], {"top_p": 1.5}, r"top_p = 1\.5"),
+        ([[1]], {"top_p": float("nan")}, "top_p = nan"),
+        ([[1]], {"top_k": -1}, r"top_k = -1: use a whole number, 0 \(off\) or more"),
+        ([[1]], {"top_k": 2.5}, r"top_k = 2\.5: use a whole number"),
+        ([[1], [2]], {"min_p": [0.1, 1.1]}, r"min_p = 1\.1: use a share"),
+        ([[1]], {"min_p": -0.1}, r"min_p = -0\.1"),
+        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty = 0: use a positive number, 1 = off"),
+        ([[1]], {"repetition_penalty": float("inf")}, "repetition_penalty = inf"),
+        ([[1]], {"top_p": "most"}, "top_p = 'most': give a number"),
+        ([[1]], {"verifier": "tree"}, "verifier = 'tree': use token or block"),
+        ([[1]], {"stop_ids": [97]}, r"stop token 97 is outside the vocabulary 0\.\.96"),
+        ([[1]], {"stop_ids": [3, -1]}, "stop token -1 is outside"),
         ([[1] * 100], {"cache_slots": 128}, r"a prompt of 100 tokens doesn't fit a cache of 128 slots"),
         ([[1] * 90], {"cache_slots": 128, "max_new_tokens": 20}, "need 142 cache slots of 128: lower max_new_tokens"),
         ([[1] * 500], {"max_new_tokens": 13}, "are 513 tokens, the target was trained for 512"),
@@ -54,6 +70,9 @@ def test_requests_are_refused(tiny_target, prompts, options, message, lookup):
 def test_settings_of_the_wrong_shape_are_refused(tiny_target):
     with pytest.raises(GenerationError, match=r"max_new_tokens has shape \[2\]: give one value, or one for each of 1"):
         dspark_jax.generate(tiny_target, [[1]], max_new_tokens=[3, 4])
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        with pytest.raises(GenerationError, match=rf"{name} has shape \[3\]: give one value, or one for each of 2"):
+            dspark_jax.generate(tiny_target, [[1], [2]], **{name: [1, 1, 1]})
     with pytest.raises(GenerationError, match="give a list of prompts"):
         dspark_jax.generate(tiny_target, "hello")
     for widths in ((1, 2), (4, 2), (2, 2, 4)):
@@ -142,3 +161,9 @@ def test_a_folder_without_a_drafter_is_refused(tiny_target, tmp_path):
     (tmp_path / "drafter.json").write_text("{")
     with pytest.raises(CheckpointError, match="can't be read"):
         dspark_jax.load_drafter(tmp_path, tiny_target)
+
+
+@pytest.mark.parametrize(("fields", "message"), [(("beam", 0), "draft_sampling = 'beam'"), (("greedy", -1), "= -1")])
+def test_drafter_options_are_checked(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        DSparkDrafter(None, 3, *fields)  # type: ignore[arg-type]

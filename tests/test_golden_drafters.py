@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import decode, kv_cache, sampling, schedules
+from dspark_jax import decode, kv_cache, processors, sampling, schedules
 from dspark_jax.checkpoints import deepspec
 from dspark_jax.checkpoints.huggingface import read_folder
 from dspark_jax.checkpoints.target_params import target_params
@@ -134,7 +134,7 @@ def test_greedy_trace(golden, target, head, threshold):
         tokens = jnp.zeros((1, SLOTS), jnp.int32).at[0, :start].set(jnp.asarray(record["output_ids"][:start]))
         settings = decode.RowSettings(
             budget=jnp.full((1,), 80),  # never met: the reference records the last cycle uncut
-            temperature=jnp.zeros((1,)),
+            sampler=processors.make_sampler(jnp.zeros((1,))),
             stop_ids=jnp.full((1, 1), -1),
             keys=sampling.row_keys(0, jnp.arange(1)),
         )

@@ -10,7 +10,7 @@ PACKAGES = ("dspark_jax", "pallas_kernels", "train", "eval", "configs")
 
 # Module (or folder) of dspark_jax -> what of dspark_jax it may import. A new module needs a line here.
 LEAVES = {"records", "config"}
-MODELS = {*LEAVES, "layers", "kv_cache", "sampling"}
+MODELS = {*LEAVES, "layers", "kv_cache", "sampling", "processors"}
 RULES = {
     "records": set(),
     "config": set(),
@@ -21,6 +21,8 @@ RULES = {
     "layers": LEAVES,
     "kv_cache": {*LEAVES, "layers"},
     "sampling": LEAVES,
+    "processors": LEAVES,
+    "requests": {*LEAVES, "processors"},
     "target": MODELS,
     "sequential_head": MODELS,
     "confidence": MODELS,
@@ -31,11 +33,11 @@ RULES = {
     "schedules": {*LEAVES, "scheduler", "sps", "schedules"},
     "verify": {*LEAVES, "sampling"},
     # The cycle knows the drafters' protocol; the models reach it as callables.
-    "decode": {*LEAVES, "kv_cache", "sampling", "scheduler", "verify", "drafters.base"},
+    "decode": {*LEAVES, "kv_cache", "sampling", "processors", "scheduler", "verify", "drafters.base"},
     "checkpoints": {*LEAVES, "text", "checkpoints"},
     # What a user calls:
     "loading": {*MODELS, "text", "target", "checkpoints"},
-    "generation": {*MODELS, "text", "scheduler", "schedules", "decode", "loading", "drafters.base"},
+    "generation": {*MODELS, "text", "requests", "scheduler", "schedules", "decode", "loading", "drafters.base"},
     "drafter_loading": {*MODELS, "drafters", "checkpoints", "loading", "generation"},
     "__init__": {"scheduler", "schedules", "sps", "loading", "generation", "drafter_loading"},
 }

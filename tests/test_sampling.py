@@ -63,17 +63,17 @@ def test_leading_axes():
 
 
 def test_frequencies():
-    """Chi-square of 40000 draws from softmax(logits / temperature), 300 tokens."""
+    """Chi-square of 40000 draws from softmax(logits), 300 tokens."""
     rows, size = 40000, 300
     logits = np.random.default_rng(1).standard_normal(size).astype(np.float32)
     uniforms = jax.random.uniform(jax.random.key(0), (rows,))
     drawn = sampling.sample(jnp.broadcast_to(logits, (rows, size)), jnp.full((rows,), 0.7), uniforms)
-    expected = rows * np.asarray(jax.nn.softmax(logits / 0.7), np.float64)
+    expected = rows * np.asarray(jax.nn.softmax(logits), np.float64)
     counts = np.bincount(np.asarray(drawn), minlength=size)
     statistic = ((counts - expected) ** 2 / expected).sum()
     # Mean 299, deviation sqrt(2 * 299) = 24; the seed is fixed, so five deviations never flake.
     assert statistic < 299 + 5 * 24.5
-    wrong = rows * np.asarray(jax.nn.softmax(logits), np.float64)  # temperature forgotten: far outside
+    wrong = rows * np.asarray(jax.nn.softmax(logits / 0.7), np.float64)  # another temperature: far outside
     assert ((counts - wrong) ** 2 / wrong).sum() > 1000
 
 
@@ -94,30 +94,33 @@ def test_argmax_takes_the_first_of_equals():
     assert 0 <= int(sampling.argmax(logits)[2]) < 3
 
 
-def test_scaled_logits():
-    logits = jnp.asarray([[[2.0, 4.0]], [[2.0, 4.0]]])
-    assert sampling.scaled_logits(logits, jnp.asarray([0.0, 2.0])).tolist() == [[[2.0, 4.0]], [[1.0, 2.0]]]
-
-
-def test_streams_are_keyed_by_row_and_position():
+def test_streams_are_keyed_by_row_anchor_and_slot():
     keys = sampling.row_keys(7, jnp.asarray([4, 0, 9]))
-    positions = jnp.asarray([[10, 11, 12, 13], [3, 4, 5, 6], [10, 11, 12, 13]])
-    uniforms = np.asarray(sampling.position_uniforms(keys, positions))
+    anchors = jnp.asarray([10, 3, 10])
+    uniforms = np.asarray(sampling.cycle_uniforms(keys, anchors, 4))
     assert uniforms.shape == (3, 4, 3)
     assert (uniforms >= 0).all()
     assert (uniforms < 1).all()
-    # Alone, in a longer window that starts earlier: the same numbers.
-    alone = np.asarray(sampling.position_uniforms(sampling.row_keys(7, jnp.asarray([9])), jnp.arange(8, 15)[None]))
-    np.testing.assert_array_equal(uniforms[2], alone[0, 2:6])
-    # Other rows, positions, columns and seeds have numbers of their own.
+    # Alone, and in a longer block: the same numbers.
+    alone = np.asarray(sampling.cycle_uniforms(sampling.row_keys(7, jnp.asarray([9])), jnp.asarray([10]), 9))
+    np.testing.assert_array_equal(uniforms[2], alone[0, :4])
+    # Other rows, anchors, slots, columns and seeds have numbers of their own.
     assert len(np.unique(uniforms)) == uniforms.size
-    other = np.asarray(sampling.position_uniforms(sampling.row_keys(8, jnp.asarray([4, 0, 9])), positions))
+    other = np.asarray(sampling.cycle_uniforms(sampling.row_keys(8, jnp.asarray([4, 0, 9])), anchors, 4))
     assert not np.isin(other, uniforms).any()
 
 
+def test_every_cycle_draws_fresh_numbers():
+    """The same token position, reached from another anchor, has other numbers: a rejection reuses none."""
+    keys = jnp.broadcast_to(sampling.row_keys(0, jnp.asarray([0])), (8,))
+    uniforms = np.asarray(sampling.cycle_uniforms(keys, jnp.arange(8), 8))  # anchor a, slot s: position a + 1 + s
+    assert len(np.unique(uniforms)) == uniforms.size
+
+
 def test_uniforms_are_uniform_and_independent():
-    keys = sampling.row_keys(0, jnp.arange(200))
-    uniforms = np.asarray(sampling.position_uniforms(keys, jnp.broadcast_to(jnp.arange(50), (200, 50)))).reshape(-1, 3)
+    keys = sampling.row_keys(0, jnp.repeat(jnp.arange(100), 20))
+    uniforms = np.asarray(sampling.cycle_uniforms(keys, jnp.tile(jnp.arange(20), 100), 5)).reshape(-1, 3)
     # 10000 draws: the mean deviates by 0.0029, a correlation by 0.01; five deviations.
     np.testing.assert_allclose(uniforms.mean(0), 0.5, atol=5 * 0.0029)
     np.testing.assert_allclose(np.corrcoef(uniforms.T), np.eye(3), atol=0.05)
+    np.testing.assert_allclose(np.corrcoef(uniforms.reshape(2000, -1).T), np.eye(15), atol=5 * 0.0224)

@@ -1,23 +1,43 @@
-"""Verification keeps the target's distribution: the joint distribution of the committed tokens, by Monte Carlo."""
+"""Verification by Monte Carlo: the joint distribution of the committed tokens is the target's; greedy rows by hand.
+
+`test_enumeration.py` shows the same exactly; here `verify` itself draws, with both verifiers.
+"""
+
+import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import sampling
+from dspark_jax import processors, sampling
+from dspark_jax.config import VERIFIERS
 from dspark_jax.records import Draft
 from dspark_jax.verify import verify
 
 ROWS = 50_000
-verify_jit = jax.jit(verify)
-sample_jit = jax.jit(sampling.sample)
 
 
-def draft_of(token_ids, logits=None) -> Draft:
+@partial(jax.jit, static_argnames="verifier")
+def verify_jit(target_logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier="token"):
+    """Processes both sides' logits, then verifies."""
+    sampler = processors.make_sampler(temperature)
+    if draft.logits is not None:
+        draft = dataclasses.replace(draft, logits=processors.process(draft.logits, sampler))
+    logits = processors.process(target_logits, sampler)
+    return verify(logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier)
+
+
+@jax.jit
+def sample_jit(logits, temperature, uniforms):
+    return sampling.sample(processors.process(logits, processors.make_sampler(temperature)), temperature, uniforms)
+
+
+def draft_of(token_ids, logits=None, ids=None) -> Draft:
     token_ids = jnp.asarray(token_ids, jnp.int32)
     length = jnp.full((len(token_ids),), token_ids.shape[1], jnp.int32)
-    return Draft(token_ids=token_ids, logits=logits, confidence_logits=None, length=length)
+    return Draft(token_ids=token_ids, logits=logits, confidence_logits=None, length=length, ids=ids)
 
 
 def random_tables(rng, vocab: int, depth: int, draft_size: int):
@@ -36,7 +56,7 @@ def joint(target, depth: int, temperature: float) -> np.ndarray:
     return probability
 
 
-def commit_rows(target, drafter, depth, temperature, schedule=None, draft_vocab=None, seed=0):
+def commit_rows(target, drafter, depth, temperature, schedule=None, draft_vocab=None, seed=0, verifier="token"):
     """Drafts, verifies and completes ROWS sequences of `depth` + 1 tokens; returns them as [ROWS] prefix numbers.
 
     A row whose block was cut is completed from the target itself, so that every row has the same length.
@@ -57,12 +77,16 @@ def commit_rows(target, drafter, depth, temperature, schedule=None, draft_vocab=
     verify_len = np.full((ROWS,), depth) if schedule is None else schedule(token_ids)
     accepted, added = verify_jit(
         jnp.asarray(np.stack(target_logits, 1)),
-        draft_of(token_ids, jnp.asarray(np.stack(draft_logits, 1))),
+        draft_of(
+            token_ids,
+            jnp.asarray(np.stack(draft_logits, 1)),
+            None if draft_vocab is None else jnp.asarray(draft_vocab),
+        ),
         jnp.asarray(verify_len, jnp.int32),
         temperatures,
         uniform(depth),
         uniform(depth + 1),
-        None if draft_vocab is None else jnp.asarray(draft_vocab),
+        verifier=verifier,
     )
     accepted, added = np.asarray(accepted), np.asarray(added)
     assert (accepted <= verify_len).all()
@@ -87,10 +111,11 @@ def largest_deviation(samples, probability) -> float:
 LIMIT = 5.0
 
 
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize(("depth", "temperature"), [(1, 1.0), (2, 1.0), (2, 0.6)])
-def test_committed_tokens_have_the_targets_distribution(depth, temperature):
+def test_committed_tokens_have_the_targets_distribution(depth, temperature, verifier):
     target, drafter = random_tables(np.random.default_rng(depth), 3, depth, 3)
-    samples = commit_rows(target, drafter, depth, temperature)
+    samples = commit_rows(target, drafter, depth, temperature, verifier=verifier)
     assert largest_deviation(samples, joint(target, depth + 1, temperature)) < LIMIT
     # The test can tell: the same samples are far from another temperature's distribution.
     assert largest_deviation(samples, joint(target, depth + 1, temperature * 1.3)) > 2 * LIMIT
@@ -113,15 +138,17 @@ def test_a_length_decided_by_the_token_itself_is_not_lossless():
     assert largest_deviation(samples, joint(target, 3, 1.0)) > 2 * LIMIT
 
 
-def test_reduced_draft_vocabulary():
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_reduced_draft_vocabulary(verifier):
     """Tokens that the drafter can't propose still appear as often as the target wants them."""
     vocab = np.array([0, 2])
     target, drafter = random_tables(np.random.default_rng(7), 3, 2, 2)
-    samples = commit_rows(target, drafter, 2, 1.0, draft_vocab=vocab)
+    samples = commit_rows(target, drafter, 2, 1.0, draft_vocab=vocab, verifier=verifier)
     assert largest_deviation(samples, joint(target, 3, 1.0)) < LIMIT
 
 
-def test_deterministic_proposal():
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_deterministic_proposal(verifier):
     """q is one-hot: the token is kept with probability p(token), else another one is drawn."""
     rng = np.random.default_rng(8)
     p = rng.standard_normal(3).astype(np.float32)
@@ -133,6 +160,7 @@ def test_deterministic_proposal():
         jnp.ones(ROWS),
         rng.random((ROWS, 1)).astype(np.float32),
         rng.random((ROWS, 2)).astype(np.float32),
+        verifier=verifier,
     )
     accepted, added = np.asarray(accepted), np.asarray(added)
     first = np.where(accepted == 1, 1, added)
@@ -142,7 +170,8 @@ def test_deterministic_proposal():
     assert largest_deviation(added[accepted == 1], probability) < LIMIT
 
 
-def test_equal_distributions_always_accept():
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_equal_distributions_always_accept(verifier):
     logits = jnp.asarray(np.random.default_rng(9).standard_normal((50, 3, 7)), jnp.float32)
     tokens = np.random.default_rng(9).integers(0, 7, (50, 2))
     almost_one = np.full((50, 2), np.nextafter(np.float32(1), np.float32(0)))
@@ -154,6 +183,7 @@ def test_equal_distributions_always_accept():
         # log_softmax and softmax round apart by about 1e-7
         almost_one - 1e-6,
         np.full((50, 3), 0.5, np.float32),
+        verifier=verifier,
     )
     assert accepted.tolist() == [2] * 50
 
@@ -169,7 +199,8 @@ def greedy_logits() -> np.ndarray:
     return noise + 2 * np.eye(5, dtype=np.float32)[GREEDY_BEST]
 
 
-def test_greedy_acceptance():
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_greedy_acceptance(verifier):
     """Whole block; last, first and middle token wrong; a block cut to one token."""
     accepted, added = verify_jit(
         greedy_logits(),
@@ -178,11 +209,13 @@ def test_greedy_acceptance():
         jnp.zeros(5),
         jnp.zeros((5, 3)),
         jnp.zeros((5, 4)),
+        verifier=verifier,
     )
     assert (accepted.tolist(), added.tolist()) == GREEDY_EXPECTED
 
 
-def test_greedy_rows_beside_sampled_rows():
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_greedy_rows_beside_sampled_rows(verifier):
     """Greedy rows give what they give alone, whatever their uniforms; so do the sampled ones."""
     rng = np.random.default_rng(1)
     logits = np.concatenate([greedy_logits(), rng.standard_normal((5, 4, 5)).astype(np.float32)])
@@ -195,7 +228,7 @@ def test_greedy_rows_beside_sampled_rows():
 
     def run(rows):
         draft = draft_of(tokens[rows], draft_logits[rows])
-        result = verify_jit(logits[rows], draft, lengths[rows], temperature[rows], accept[rows], commit[rows])
+        result = verify_jit(logits[rows], draft, lengths[rows], temperature[rows], accept[rows], commit[rows], verifier)
         return np.stack([np.asarray(r) for r in result])
 
     mixed = run(order)
@@ -219,4 +252,46 @@ def test_no_draft_at_all_is_plain_sampling():
         uniforms,
     )
     assert accepted.tolist() == [0] * 8
-    np.testing.assert_array_equal(added, sampling.sample(logits[:, 0], temperature, uniforms[:, 0]))
+    np.testing.assert_array_equal(added, sample_jit(logits[:, 0], temperature, uniforms[:, 0]))
+
+
+def test_block_verification_judges_the_whole_block():
+    """p = (1/3, 2/3), q = (2/3, 1/3), two independent tokens: the example in section 2 of Sun et al. (2025).
+
+    Token by token 10/9 tokens are kept on average, by blocks 11/9. All four drafts, with uniforms on a grid.
+    """
+    p, q = np.log([1 / 3, 2 / 3]), np.log([2 / 3, 1 / 3])
+    grid = (np.arange(60) + 0.5) / 60  # no multiple of 1/60 falls on a border's wrong side: borders are sixtieths
+    tokens = np.array([[0, 0], [0, 1], [1, 0], [1, 1]])
+    chance = np.exp(q)[tokens].prod(1)
+    rows = np.array([(t, a, b) for t in range(4) for a in range(60) for b in range(60)])
+    count = len(rows)
+    expected = {}
+    for verifier in VERIFIERS:
+        accepted, _ = verify_jit(
+            np.broadcast_to(p, (count, 3, 2)).astype(np.float32),
+            draft_of(tokens[rows[:, 0]], jnp.broadcast_to(q, (count, 2, 2)).astype(jnp.float32)),
+            jnp.full(count, 2),
+            jnp.ones(count),
+            grid[rows[:, 1:]].astype(np.float32),
+            np.full((count, 3), 0.5, np.float32),
+            verifier=verifier,
+        )
+        expected[verifier] = (np.asarray(accepted) * chance[rows[:, 0]]).sum() / 3600
+    assert expected["token"] == pytest.approx(10 / 9, abs=1e-3)
+    assert expected["block"] == pytest.approx(11 / 9, abs=1e-3)
+
+
+@pytest.mark.parametrize("form", ["reduced", "candidates", "deterministic"])
+def test_no_draft_distribution_over_the_whole_vocabulary(form):
+    """[B, K, V] arrays exist for the target only: here K = 3 of its 4 rows are a slice, never a scatter."""
+    size, vocab, few = 3, 1000, 5
+    logits = None if form == "deterministic" else jnp.zeros((2, size, few))
+    ids = {"reduced": jnp.arange(few), "candidates": jnp.zeros((2, size, few), jnp.int32), "deterministic": None}[form]
+    draft = draft_of(jnp.zeros((2, size)), logits, ids)
+    arguments = (jnp.zeros((2, size + 1, vocab)), draft, jnp.full(2, size), jnp.ones(2), jnp.zeros((2, 3)))
+    for verifier in VERIFIERS:
+        text = str(jax.make_jaxpr(partial(verify, verifier=verifier))(*arguments, jnp.zeros((2, 4))))
+        scatters = [line for line in text.splitlines() if "scatter" in line and "= " in line]
+        assert scatters
+        assert not any(f"f32[2,{size},{vocab}]" in line.split("=")[0] for line in scatters)

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from dspark_jax import decode, kv_cache, sampling
+from dspark_jax import decode, kv_cache, processors, sampling
 from dspark_jax.drafters.base import NoObserver
 from dspark_jax.loading import Target
 from dspark_jax.records import TargetOutput
+from dspark_jax.requests import refuse_failed_rows
 from train.data import Answered
 
 PREFILL_CHUNK = 16
@@ -157,7 +158,7 @@ def answer(
     padded, lengths = pad_prompts([*prompts, *[[0]] * fill], slots, 0)
     settings = decode.RowSettings(
         budget=jnp.asarray([max_new] * count + [0] * fill, jnp.int32),
-        temperature=jnp.asarray([*temperatures, *[0.0] * fill], jnp.float32),
+        sampler=processors.make_sampler(jnp.asarray([*temperatures, *[0.0] * fill], jnp.float32)),
         stop_ids=jnp.tile(jnp.asarray(list(stop_ids) or [-1], jnp.int32), (batch, 1)),
         keys=sampling.row_keys(seed, first_row + jnp.arange(batch)),
     )
@@ -170,6 +171,7 @@ def answer(
     state = decode.init_state(cache, observed, jnp.asarray(padded), jnp.asarray(lengths), settings, max_new)
     state = decode.prefill_jit(step, observer, target.params, (), state, PREFILL_CHUNK)
     state = decode.autoregressive_loop_jit(step, observer, target.params, (), settings, state, max_new)
+    refuse_failed_rows(state.failed)
     tokens, ends = np.asarray(state.tokens), np.asarray(state.length)
     if isinstance(observer, NoObserver):
         none = np.zeros((0,))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from dspark_jax.records import Draft, Params, TargetOutput
+from dspark_jax.records import Draft, Params, Sampler, TargetOutput
 
 
 class Observer(Protocol):
@@ -77,7 +77,7 @@ class Drafter(Observer, Protocol):
         tokens: jax.Array,
         length: jax.Array,
         uniforms: jax.Array,
-        temperature: jax.Array,
+        sampler: Sampler,
     ) -> Draft:
         """Proposes a block after the anchor.
 
@@ -87,10 +87,6 @@ class Drafter(Observer, Protocol):
           tokens: [B, S] int32, committed tokens of each row (garbage beyond its length).
           length: [B], committed tokens; the anchor is tokens[length - 1].
           uniforms: [B, K] in [0, 1), one for each proposed token.
-          temperature: [B], 0 = greedy.
+          sampler: settings of the rows; a proposal that is sampled goes through the same processors as the target.
         """
-        ...
-
-    def draft_vocab(self, params: Params) -> jax.Array | None:
-        """Returns the ascending target ids of a reduced draft vocabulary, or None."""
         ...

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dspark_jax import kv_cache, layers, sampling
+from dspark_jax import kv_cache, layers, processors, sampling
 from dspark_jax.confidence import ConfidenceHead
-from dspark_jax.config import DrafterConfig
-from dspark_jax.records import BlockKV, Draft, KVCache, Params
+from dspark_jax.config import DRAFT_SAMPLING, ConfigError, DrafterConfig
+from dspark_jax.records import BlockKV, Draft, KVCache, Params, Sampler
 from dspark_jax.sequential_head import SequentialHead
 
 
@@ -146,7 +146,10 @@ class DSparkModel(nn.Module):
         context: KVCache,
         block_size: int,
         uniforms: jax.Array,
-        temperature: jax.Array,
+        sampler: Sampler,
+        seen: jax.Array | None = None,
+        candidates: int = 0,
+        greedy: bool = False,
     ) -> Draft:
         """Both stages of one draft.
 
@@ -158,8 +161,15 @@ class DSparkModel(nn.Module):
           context: projected context; the anchor's position is its length.
           block_size: how many tokens to propose, at most the trained K.
           uniforms: [B, block_size].
-          temperature: [B].
+          sampler: settings of the rows.
+          seen: [B, V'] bool, entries of the draft vocabulary that the row holds so far, for the repetition penalty.
+          candidates: m, how many of a position's tokens, the likeliest by its base logits, are corrected by the
+            sequential head and can be proposed; 0 = all. The list doesn't depend on the tokens drafted before, and
+            leaving something out of it costs acceptance, never exactness: q is what is drawn from.
+          greedy: propose the argmax whatever the temperature; q is then one-hot.
         """
+        if greedy:
+            sampler = dataclasses.replace(sampler, temperature=jnp.zeros_like(sampler.temperature))
         batch = anchor_ids.shape[0]
         hidden = self.backbone(
             shared.embed,
@@ -169,24 +179,38 @@ class DSparkModel(nn.Module):
             context.length[:, None],
         )[:, 0, :block_size]
         base = self.base_logits(shared.head, hidden.reshape(batch * block_size, -1)).reshape(batch, block_size, -1)
+        index = None
+        if candidates and candidates < base.shape[-1]:
+            base, index = jax.lax.approx_max_k(base, candidates)  # [B, K, m]; exact on CPU and GPU
         state, previous = self.sequential.init_state(batch), anchor_ids
         tokens, logits, confidences = [], [], []
         for k in range(block_size):
             step_logits, embedded = base[:, k], self.sequential.embed_previous(previous)
+            only = None if index is None else index[:, k]
             if embedded is not None:
                 code, state = self.sequential.step(hidden[:, k], embedded, state)
-                step_logits = step_logits + self.sequential.bias(code).astype(jnp.float32)
+                step_logits = step_logits + self.sequential.bias(code, only).astype(jnp.float32)
             if self.config.confidence_head:
                 confidences.append(self.confidence(hidden[:, k], embedded))
-            index = sampling.sample(step_logits, temperature, uniforms[:, k])
-            previous = index if shared.vocab is None else shared.vocab[index]
+            marked = seen if seen is None or only is None else jnp.take_along_axis(seen, only, axis=1)
+            step_logits = processors.process(step_logits, sampler, marked)
+            chosen = sampling.sample(step_logits, sampler.temperature, uniforms[:, k])
+            if only is not None:
+                chosen = jnp.take_along_axis(only, chosen[:, None], axis=1)[:, 0]
+            if seen is not None:
+                seen = processors.mark(seen, chosen)
+            previous = chosen if shared.vocab is None else shared.vocab[chosen]
             tokens.append(previous)
             logits.append(step_logits)
+        ids = shared.vocab
+        if index is not None:
+            ids = index if shared.vocab is None else shared.vocab[index]
         return Draft(
             token_ids=jnp.stack(tokens, axis=1),
-            logits=jnp.stack(logits, axis=1),
+            logits=None if greedy else jnp.stack(logits, axis=1),
             confidence_logits=jnp.stack(confidences, axis=1) if confidences else None,
             length=jnp.full((batch,), block_size, jnp.int32),
+            ids=ids,
         )
 
     def init_everything(self, shared: SharedWeights, features: jax.Array) -> jax.Array:
@@ -210,12 +234,23 @@ class DSparkDrafter:
     Attributes:
       model: the Linen module.
       block_size: tokens proposed per cycle, at most the trained K.
+      draft_sampling: "sample" draws tokens from q; "greedy" proposes the likeliest ones at any temperature, and
+        verification takes q as one-hot.
+      candidates: m, how many tokens per position the sequential head corrects (`DSparkModel.draft_block`); 0 = all.
       always_full: see `base.Drafter`.
     """
 
     model: DSparkModel
     block_size: int
+    draft_sampling: str = "sample"
+    candidates: int = 0
     always_full: bool = True
+
+    def __post_init__(self):
+        if self.draft_sampling not in DRAFT_SAMPLING:
+            raise ConfigError(f"draft_sampling = {self.draft_sampling!r}: use {' or '.join(DRAFT_SAMPLING)}")
+        if self.candidates < 0:
+            raise ConfigError(f"candidates = {self.candidates}: use 0 (all tokens) or more")
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:
@@ -231,17 +266,22 @@ class DSparkDrafter:
         """Returns an empty context."""
         return kv_cache.init_cache(self.model.config.decoder, batch, slots, self.model.dtype)
 
-    def draft(self, params, state, tokens, length, uniforms, temperature) -> Draft:
+    def draft(self, params, state, tokens, length, uniforms, sampler) -> Draft:
         """Proposes a block; see `base.Drafter.draft`."""
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+        shared = params["shared"]
+        seen = processors.seen_tokens(tokens, length, sampler, len(shared.embed))
         draft = self.model.apply(
             {"params": params["model"]},
-            params["shared"],
+            shared,
             anchor,
             state,
             self.block_size,
             uniforms,
-            temperature,
+            sampler,
+            seen if shared.vocab is None else seen[:, shared.vocab],
+            self.candidates,
+            self.draft_sampling == "greedy",
             method="draft_block",
         )
         return cast("Draft", draft)
@@ -251,7 +291,3 @@ class DSparkDrafter:
         positions = state.length[:, None] + jnp.arange(output.features.shape[1])
         block = self.model.apply({"params": params["model"]}, output.features, positions, method="project_context")
         return kv_cache.append(state, cast("BlockKV", block), count)
-
-    def draft_vocab(self, params) -> jax.Array | None:
-        """Returns the reduced vocabulary's ids, or None."""
-        return params["shared"].vocab

@@ -39,9 +39,9 @@ class PromptLookupDrafter:
         del batch, slots
         return ()
 
-    def draft(self, params, state, tokens, length, uniforms, temperature) -> Draft:
+    def draft(self, params, state, tokens, length, uniforms, sampler) -> Draft:
         """Proposes the continuation of the longest, then latest, earlier match; see `base.Drafter.draft`."""
-        del params, state, uniforms, temperature
+        del params, state, uniforms, sampler
         slots = tokens.shape[1]
         ends = jnp.arange(slots)  # a match ends at slot e: tokens[e - i] == tokens[length - 1 - i] for i < match
 
@@ -66,7 +66,3 @@ class PromptLookupDrafter:
         """Needs nothing from the target."""
         del params, output, count
         return state
-
-    def draft_vocab(self, params) -> None:
-        """Proposes from the whole vocabulary."""
-        del params

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dspark_jax import text_stats
+from dspark_jax import processors, text_stats
 from dspark_jax.config import DecoderConfig, DrafterConfig, TrainConfig
 from dspark_jax.drafters.dspark import DSparkModel, SharedWeights
 from dspark_jax.records import KVCache
@@ -171,10 +171,8 @@ def test_training_logits_are_decoding_logits(head, fields):
             {"params": params}, features, jnp.arange(size)[None], method="project_context"
         )  # slots from the anchor on are garbage, as in a cache that was rolled back
         cache = KVCache(keys=context.keys, values=context.values, length=jnp.full((1,), anchor))
-        uniforms, temperature = jnp.full((1, block), 0.4), jnp.ones((1,))
-        return model.apply(
-            {"params": params}, shared, anchor_id, cache, block, uniforms, temperature, method="draft_block"
-        )
+        uniforms, sampler = jnp.full((1, block), 0.4), processors.make_sampler(jnp.ones((1,)))
+        return model.apply({"params": params}, shared, anchor_id, cache, block, uniforms, sampler, method="draft_block")
 
     draft = decode(params, jnp.asarray(tokens[:, anchor]), features)
     tokens[0, anchor + 1 : anchor + 1 + block] = np.asarray(draft.token_ids)[0]
