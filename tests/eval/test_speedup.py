@@ -155,6 +155,7 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
     arguments = f"--drafter {drafter_folder} --block_sizes=2 --policies=threshold,delayed --threshold=0.5 --repeats=1"
     arguments += f" --sps={table}"
     arguments += f" --lookup_block_size={LOOKUP} --png={png} --json={copy} --config.decode.max_new_tokens=20"
+    arguments += " --config.decode.top_k=9 --top_p=0.9 --verifier=block"
     code = speedup.main(["speedup", *arguments.split()])
     printed = capsys.readouterr().out.splitlines()
     assert code == 0
@@ -162,6 +163,7 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
     assert json.loads(copy.read_text()) == result
     assert png.read_bytes().startswith(b"\x89PNG")
     assert result["max_new_tokens"] == 20  # the override applies to the drafter folder's recipe
+    assert "sampler  greedy; temperature 1, top_k 9, top_p 0.9, verified by block" in printed
     assert [(s["prompt_set"], s["temperature"]) for s in result["sections"]] == [("heldout", 0), ("heldout", 1)]
     names = ["autoregressive", "prompt lookup K=1", "dspark K=2 threshold 0.5", "dspark K=2 delayed"]
     for section in result["sections"]:
@@ -180,6 +182,8 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
         (["--temperatures=0,-1"], "--temperatures"),
         (["--temperatures=warm"], "--temperatures"),
         (["--repeats=0"], "--repeats"),
+        (["--top_p=0"], "decode.top_p = 0.0: use a probability"),
+        (["--verifier=tree"], "decode.verifier"),
         (["--png=/no/such/folder/a.png"], "no such folder"),
         (["--drafter=no_such_folder"], "no_such_folder"),
         (["--drafter={drafter}", "--block_sizes=9"], "trained for 1..3"),
