@@ -49,12 +49,14 @@ class Policy:
       always_full: verifies every proposed token; one verify width is then enough.
       reads_target: wants `TargetOutput.entropy` and `attention_spread`; nobody else pays for them.
       sees_acceptance: the cycle cuts the verify length to what the target accepts (the oracle).
+      shares_budget: the rows of a batch compete, so that a row's verify lengths depend on the rows beside it.
     """
 
     name = "policy"
     always_full = False
     reads_target = False
     sees_acceptance = False
+    shares_budget = False
 
     def init_state(self, batch: int, block_size: int) -> Any:
         """Returns the state of `batch` rows before the first cycle with blocks of `block_size` tokens.

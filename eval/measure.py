@@ -22,12 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import decode, generation, schedules
-from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
 from dspark_jax.records import BlockKV, TargetOutput
-from dspark_jax.scheduler import Policy
 from dspark_jax.text_stats import is_loop
 from eval import bandwidth
+from eval.inputs import Method, PromptSet
 
 BASELINE = "autoregressive"
 STAGES = ("draft", "verify", "commit")
@@ -38,29 +37,6 @@ _WARM_UP_CYCLES = 4
 _STAGE_PROMPTS, _STAGE_CYCLES = 3, 8  # prompts, and timed cycles of each, for the time split
 
 Progress = Callable[[str, int], None]  # (what is done now, how many prompts are finished)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Method:
-    """A way to decode.
-
-    Attributes:
-      name: for tables.
-      drafter: None decodes autoregressively.
-      policy: verify-length policy; None verifies whole blocks.
-    """
-
-    name: str
-    drafter: LoadedDrafter | None = None
-    policy: Policy | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptSet:
-    """Prompts under one name, as token ids."""
-
-    name: str
-    prompts: list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)

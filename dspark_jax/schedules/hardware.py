@@ -67,6 +67,7 @@ class HardwareAware(Policy):
 
     sps: Any
     name = "hardware_aware"
+    shares_budget = True
 
     def init_state(self, batch: int, block_size: int) -> Any:
         """Refuses a table that is too short; see `Policy.init_state`."""
@@ -90,6 +91,7 @@ class GlobalMaximum(Policy):
 
     sps: Any
     name = "global_maximum"
+    shares_budget = True
 
     def init_state(self, batch: int, block_size: int) -> Any:
         """Refuses a table that is too short; see `Policy.init_state`."""
@@ -119,6 +121,7 @@ class Delayed(Policy):
 
     sps: Any
     name = "delayed"
+    shares_budget = True
 
     def init_state(self, batch: int, block_size: int) -> DelayedState:
         """See `Policy.init_state`."""

@@ -112,6 +112,11 @@ class ConservativeTokens(Policy):
         """As the policy inside."""
         return self.policy.sees_acceptance
 
+    @property
+    def shares_budget(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the policy inside."""
+        return self.policy.shares_budget
+
     def init_state(self, batch: int, block_size: int) -> Any:
         """Returns the inner policy's state."""
         return self.policy.init_state(batch, block_size)
