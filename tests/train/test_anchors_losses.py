@@ -197,7 +197,8 @@ def test_a_shorter_block_is_a_prefix_of_the_whole_one():
     def decode(block):
         context = model.apply({"params": params}, features, jnp.arange(8)[None], method="project_context")
         cache = KVCache(keys=context.keys, values=context.values, length=jnp.full((1,), 5))
-        arguments = (shared, jnp.asarray([3]), cache, block, jnp.zeros((1, block)), jnp.zeros((1,)))
+        sampler = processors.make_sampler(jnp.zeros((1,)))
+        arguments = (shared, jnp.asarray([3]), cache, block, jnp.zeros((1, block)), sampler)
         return model.apply({"params": params}, *arguments, method="draft_block")
 
     long, short = jax.jit(decode, static_argnums=0)(4), jax.jit(decode, static_argnums=0)(2)
