@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from dspark_jax import generation, kv_cache, processors
+from dspark_jax import generation, kv_cache, processors, sampling
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
 from dspark_jax.scheduler import Policy
@@ -129,7 +129,10 @@ def next_distribution(target: Target, rows: Sequence[Sequence[int]], sampler: di
     cache = kv_cache.init_cache(target.config, batch, 1, target.dtype)
     logits = _last_logits(target.step(), target.params, ids, cache)
     seen = processors.seen_tokens(ids, jnp.full((batch,), length), settings, logits.shape[-1])
-    log_p = jax.nn.log_softmax(processors.process(logits, settings, seen), axis=-1)
+    logits = processors.process(logits, settings, seen)
+    if sampler["temperature"] == 0:
+        return np.eye(logits.shape[-1])[np.asarray(sampling.argmax(logits))]
+    log_p = jax.nn.log_softmax(logits, axis=-1)
     weights = np.exp(np.asarray(log_p, np.float64))
     return weights / weights.sum(-1, keepdims=True)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def new_flags(argv: Sequence[str]) -> flags.FlagValues:
     """Returns flag values of a command's own, not absl's global ones, with the flags that all commands here share."""
     v = flags.FlagValues()
     default = str(_HERE.parent / "configs" / "smollm2_demo.py")
-    config_flags.DEFINE_config_file("config", default, "Recipe.", flag_values=v, sys_argv=list(argv))
+    with _config_errors():
+        config_flags.DEFINE_config_file("config", default, "Recipe.", flag_values=v, sys_argv=list(argv))
     flags.DEFINE_string("drafter", None, "Folder of a trained drafter.", v)
     flags.DEFINE_string("prompts", None, "JSONL file of prompts, the set 'file'.", v)
     flags.DEFINE_list("sets", None, "Of heldout, general, file, random; all that there are by default.", v)
@@ -78,15 +80,22 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
     Raises:
       ConfigError: an unknown config field or argument, or a number that is too small.
     """
-    try:
+    with _config_errors():
         unexpected = values(list(argv))[1:]
-    except (AttributeError, KeyError) as error:  # what the config flag raises
-        raise config.ConfigError(f"--config: there is no such field: {error.args[0]}") from error
-    except OSError as error:
-        raise config.ConfigError(f"--config: {error}") from error
     if unexpected:
         raise config.ConfigError(f"unexpected argument {unexpected[0]!r}: every option is a --flag")
     at_least_one(values, "num_prompts", "max_new_tokens", "lookup_block_size")
+
+
+@contextlib.contextmanager
+def _config_errors() -> Iterator[None]:
+    """Turns what the config flag raises into an error that names it."""
+    try:
+        yield
+    except (AttributeError, KeyError) as error:
+        raise config.ConfigError(f"--config: there is no such field: {error.args[0]}") from error
+    except OSError as error:
+        raise config.ConfigError(f"--config: {error}") from error
 
 
 def at_least_one(values: flags.FlagValues, *names: str) -> None:

@@ -440,8 +440,8 @@ class Breaking(dspark_jax.Target):
     poison: int = 0
     value: float = float("nan")
 
-    def step(self, *args):
-        return BreaksAt(super().step(*args), self.poison, self.value)
+    def step(self, *args, **options):
+        return BreaksAt(super().step(*args, **options), self.poison, self.value)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

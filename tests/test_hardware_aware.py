@@ -53,6 +53,13 @@ def algorithm_1(confidence, length, active, speeds):
     return lengths
 
 
+def thetas(confidence, length, active, speeds):
+    """Theta after 0, 1, 2... admitted pairs."""
+    rows = int(sum(active))
+    committed = np.cumsum([float(rows), *(survival for survival, _, _ in pairs_in_order(confidence, length, active))])
+    return committed * np.asarray(speeds)[rows : rows + len(committed)]
+
+
 def global_total(confidence, length, active, speeds):
     rows, committed, best = int(sum(active)), float(sum(active)), 0
     theta = committed * speeds[rows]
@@ -114,17 +121,22 @@ def test_algorithm_1_and_the_global_maximum_are_their_loops():
 
 def test_the_policies_are_those_rules_on_sigmoids():
     rng = np.random.default_rng(1)
-    active, length = jnp.ones(ROWS, bool), np.full(ROWS, SIZE)
+    active, length, compared = jnp.ones(ROWS, bool), np.full(ROWS, SIZE), 0
     for _ in range(50):
         speeds = jagged(rng, ROWS * (SIZE + 1))
         draft = draft_of(np.zeros((ROWS, SIZE)), rng.uniform(0.05, 0.999, (ROWS, SIZE)))
         confidence = np.asarray(jax.nn.sigmoid(draft.confidence_logits), np.float64)
         dense = np.concatenate([speeds[:1], speeds])
+        theta = np.sort(thetas(confidence, length, active, dense))
+        if np.any(np.diff(theta) < 1e-5 * theta[1:]):
+            continue  # too close for float32, whose sums depend on how they are compiled
+        compared += 1
         ours = decide(schedules.hardware_aware(table(speeds)), (), draft, active)
         np.testing.assert_array_equal(ours, algorithm_1(confidence, length, active, dense))
         ours = decide(schedules.global_maximum(table(speeds)), (), draft, active)
         total = global_total(confidence, length, active, dense)
         np.testing.assert_array_equal(ours, first_pairs(confidence, length, active, total))
+    assert compared > 40
 
 
 def test_saturated_confidences_keep_the_smaller_place_first():

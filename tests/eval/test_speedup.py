@@ -14,7 +14,7 @@ from dspark_jax import config, sps
 from dspark_jax.checkpoints import orbax_drafter
 from dspark_jax.drafters.dspark import DSparkModel, shared_weights
 from dspark_jax.text_stats import is_loop
-from eval import bandwidth, measure, plots, speedup, step_curve
+from eval import bandwidth, inputs, measure, plots, speedup, step_curve
 
 TARGET = config.DecoderConfig(
     vocab_size=97, width=32, mlp_width=64, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=512
@@ -107,7 +107,7 @@ def test_is_loop():
 
 
 def test_render_table_aligns_columns():
-    table = speedup.render_table(["method", "n"], [["a", "1.00"], ["longer one", "-"]])
+    table = inputs.render_table(["method", "n"], [["a", "1.00"], ["longer one", "-"]])
     assert table.splitlines() == ["method         n", "a           1.00", "longer one     -"]
 
 
