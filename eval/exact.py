@@ -34,17 +34,24 @@ class Method:
       drafter: what proposes.
       policy: verify-length policy; None verifies whole blocks.
       verifier: "token" or "block".
+      widths: ladder of verify widths; None takes `decode.default_widths`.
     """
 
     name: str
     drafter: LoadedDrafter
     policy: Policy | None = None
     verifier: str = "token"
+    widths: tuple[int, ...] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `generate`."""
-        return {"drafter": self.drafter, "policy": self.policy, "verifier": self.verifier}
+        return {
+            "drafter": self.drafter,
+            "policy": self.policy,
+            "verifier": self.verifier,
+            "widths": self.widths,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,11 +204,13 @@ def sampled_pairs(
     kinds, size = len(samplers), len(distributions[0].first)
     pairs: list[list[np.ndarray]] = [[] for _ in samplers]
     fields = {name: [samplers[row % kinds][name] for row in range(batch)] for name in _SAMPLER_FIELDS}
+    spare = max(generation.PREFILL_CHUNK, method.drafter.drafter.block_size + 1)
     for start in range(0, samples * kinds, batch):
         session = generation.prepare(
             target,
             [list(prompt)] * batch,
             max_new_tokens=2,
+            cache_slots=len(prompt) + 2 + spare,
             stop_ids=(),
             seed=seed,
             rows=range(start, start + batch),

@@ -18,7 +18,7 @@ from dspark_jax.scheduler import Policy
 from eval import exact, exactness
 
 BATCH = 8192
-SIZE = 3  # K
+SIZE = 2  # K
 PROMPT = [5]
 SAMPLES = 25_600  # per sampler; four samplers, so 102,400 pairs per method
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -30,7 +30,7 @@ SAMPLERS = [
 ]
 JAGGED = sps.SpsTable(
     tokens=tuple(range(BATCH, BATCH * (SIZE + 1) + 1, BATCH // 2)),
-    steps_per_second=(1.0, 0.97, 0.7, 0.78, 0.75, 0.5, 0.52),
+    steps_per_second=(1.0, 0.97, 0.7, 0.78, 0.75),
     device="here",
     target="toy",
     fingerprint="abc",
@@ -85,7 +85,9 @@ def distributions(target):
 
 
 def pairs(target, drafter, distributions, policy, verifier, samples, seed):
-    method = exact.Method(f"{policy.name} {verifier}", drafter, policy, verifier)
+    # One ladder with several widths is enough: each width is a copy of the target to compile.
+    widths = None if policy.name == "threshold" and verifier == "token" else (SIZE + 1,)
+    method = exact.Method(f"{policy.name} {verifier}", drafter, policy, verifier, widths)
     return exact.sampled_pairs(target, PROMPT, method, SAMPLERS, samples, BATCH, seed, distributions)
 
 
@@ -101,7 +103,7 @@ def test_drawn_pairs_follow_the_target(target, drafter, distributions):
     # The test has something to decide: drafts are kept and rejected.
     rows = dspark_jax.generate(target, [PROMPT] * 64, drafter=drafter, temperature=1.0, max_new_tokens=24).rows
     accepted = [n for row in rows for n in row.accepted_lengths]
-    assert {1, 2, 3} <= set(accepted)
+    assert {1, 2, 3} == set(accepted)
 
 
 @struct.dataclass
