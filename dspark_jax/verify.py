@@ -130,6 +130,25 @@ def accepted_length(chance: jax.Array, verify_len: jax.Array, uniforms: jax.Arra
     return jnp.max(jnp.where(success, place + 1, 0), axis=1, initial=0).astype(jnp.int32)
 
 
+def expected_length(chance: jax.Array, verify_len: jax.Array, verifier: str) -> jax.Array:
+    """Computes how many draft tokens are kept on average over the uniforms of `accepted_length`.
+
+    Args:
+      chance: [B, L] from `acceptance`.
+      verify_len: [B].
+      verifier: "token" or "block".
+
+    Returns:
+      [B] float32.
+    """
+    place = jnp.arange(chance.shape[1])
+    chance = jnp.where(place < verify_len[:, None], chance, 0.0)
+    if verifier == "token":
+        return jnp.sum(jnp.cumprod(chance, axis=1), axis=1)
+    failed_from = jnp.cumprod(jnp.flip(1.0 - chance, axis=1), axis=1)  # of the last 1, 2, ... L decisions
+    return jnp.sum(1.0 - failed_from, axis=1)  # the sum over i of the chance that i tokens or more are kept
+
+
 def added_weights(
     log_p: jax.Array, draft: Draft, scale: jax.Array, accepted: jax.Array, verify_len: jax.Array, greedy: jax.Array
 ) -> jax.Array:

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import decode, generation, schedules
+from dspark_jax import decode, generation, processors, schedules, verify
+from dspark_jax.config import VERIFIERS
 from dspark_jax.loading import Target
-from dspark_jax.records import BlockKV, TargetOutput
+from dspark_jax.records import BlockKV, Draft, TargetOutput
 from dspark_jax.text_stats import is_loop
 from eval import bandwidth
 from eval.inputs import Method, PromptSet
@@ -99,6 +100,8 @@ class Summary:
       stages_ms: median milliseconds of draft, verify and commit, each jitted and blocked on by itself: their sum is a
         little above a cycle of the fused loop. Beside them `RULES`: scheduling and verification alone, with the
         target's output handed to them, which is an upper bound of what they cost inside the loop.
+      by_verifier: accepted length that either verifier expects on the very same drafts, those of the timed stages,
+        before stop tokens and budgets cut (above temperature 0 only).
     """
 
     method: str
@@ -113,6 +116,7 @@ class Summary:
     clean_speedup: float | None
     clean_accepted_length: float | None
     stages_ms: dict[str, float] | None
+    by_verifier: dict[str, float] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +191,7 @@ def run(
                 rates.append(read_bandwidth())
                 progress(f"{prompt_set.name}, T={temperature:g}", 1)
             split_prompts = prompt_set.prompts[:_STAGE_PROMPTS] if settings.stages else []
-            stages = [_stage_times(target, method, split_prompts, at) for method in methods]
+            stages = [_measure_stages(target, method, split_prompts, at) for method in methods]
             sizes = [method.drafter.drafter.block_size if method.drafter else 0 for method in methods]
             summaries = [
                 summarize(method.name, column, trials[0], size, temperature == 0, split)
@@ -228,7 +232,7 @@ def summarize(
     baseline: Sequence[Trial],
     block_size: int,
     greedy: bool,
-    stages_ms: dict[str, float] | None = None,
+    stages: Stages | None = None,
 ) -> Summary:
     """Compares a method's answers with the baseline's, prompt by prompt."""
     ratios = speedups(trials, baseline)
@@ -247,7 +251,8 @@ def summarize(
         identical=statistics.fmean(t.token_ids == b.token_ids for t, b in zip(trials, baseline)) if greedy else None,
         clean_speedup=statistics.median(ratios[i] for i in clean) if clean else None,
         clean_accepted_length=accepted_length([trials[i] for i in clean]) if clean else None,
-        stages_ms=stages_ms,
+        stages_ms=stages.milliseconds if stages else None,
+        by_verifier=stages.by_verifier if stages and not greedy else None,
     )
 
 
@@ -326,10 +331,32 @@ def _read(step: Any, params: Any, state: decode.DecodeState, draft_ids: jax.Arra
     return step(params, jnp.concatenate([anchor, draft_ids], axis=1), state.cache)
 
 
-def _stage_times(
+@jax.jit
+def _expected_lengths(settings: decode.RowSettings, state: decode.DecodeState, draft: Draft, length, logits: jax.Array):
+    """Returns the accepted length that each verifier expects, [B] by name."""
+    sampler = settings.sampler
+    logits = processors.process_block(logits, sampler, state.tokens, state.length, draft.token_ids)
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+
+    def expected(verifier: str) -> jax.Array:
+        chance, _ = verify.acceptance(log_p, draft, length, sampler.temperature <= 0, verifier)
+        return 1.0 + verify.expected_length(chance, length, verifier)
+
+    return {verifier: expected(verifier) for verifier in VERIFIERS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """What single cycles show: `Summary.stages_ms` and `Summary.by_verifier`."""
+
+    milliseconds: dict[str, float]
+    by_verifier: dict[str, float]
+
+
+def _measure_stages(
     target: Target, method: Method, prompts: Sequence[list[int]], options: dict[str, Any]
-) -> dict[str, float] | None:
-    """Returns the median milliseconds of each stage, None for the baseline and for answers of one cycle."""
+) -> Stages | None:
+    """Runs cycles stage by stage; None for the baseline and for answers of one cycle."""
     if method.drafter is None:
         return None
     drafter, params = method.drafter.drafter, method.drafter.params
@@ -339,7 +366,7 @@ def _stage_times(
     step = target.step(drafter.tapped_layers, with_attention_spread=policy.reads_target)
     cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy), options["verifier"])
     replay = dataclasses.replace(cycle, target=_replayed)
-    seconds = []
+    seconds, expected = [], []
     for prompt in prompts:
         session = _prepare(target, method, prompt, options)
         state, settings = session.state, session.settings
@@ -352,6 +379,7 @@ def _stage_times(
             verified = jax.block_until_ready(_verify(cycle, target.params, settings, state, draft, length, uniforms))
             marks.append(time.perf_counter())
             output = jax.block_until_ready(_read(step, target.params, state, draft.token_ids))
+            expected.append(_expected_lengths(settings, state, draft, length, output.logits))
             start = time.perf_counter()
             jax.block_until_ready(_schedule(cycle, state, draft))
             jax.block_until_ready(_verify(replay, output, settings, state, draft, length, uniforms))
@@ -363,4 +391,5 @@ def _stage_times(
                 seconds.append([*np.diff(marks), commit, rules])
     if not seconds:
         return None
-    return dict(zip((*STAGES, RULES), (1e3 * np.median(seconds, axis=0)).tolist()))
+    milliseconds = dict(zip((*STAGES, RULES), (1e3 * np.median(seconds, axis=0)).tolist()))
+    return Stages(milliseconds, {name: float(np.mean([e[name][0] for e in expected])) for name in VERIFIERS})

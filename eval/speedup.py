@@ -127,6 +127,12 @@ def render_section(section: measure.Section) -> str:
             inputs.render_table(header, rows),
             f"* without the {section.looping} of {section.prompts} prompts whose autoregressive answer loops",
             *["rules: share of the stages that scheduling and verification take without drafter and target"] * stages,
+            *[
+                f"{m.method}: either verifier on the same drafts would accept"
+                + ", ".join(f" {length:.3f} ({name})" for name, length in m.by_verifier.items())
+                for m in section.methods
+                if m.by_verifier
+            ],
             "",
             inputs.render_table(["accepted, of those verified", *(f"k={k}" for k in range(1, size + 1))], shares),
         ]

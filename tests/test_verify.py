@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from dspark_jax import processors, sampling
 from dspark_jax.config import VERIFIERS
 from dspark_jax.records import Draft
-from dspark_jax.verify import verify
+from dspark_jax.verify import accepted_length, expected_length, verify
 
 ROWS = 50_000
 
@@ -295,3 +296,18 @@ def test_no_draft_distribution_over_the_whole_vocabulary(form):
         scatters = [line for line in text.splitlines() if "scatter" in line and "= " in line]
         assert scatters
         assert not any(f"f32[2,{size},{vocab}]" in line.split("=")[0] for line in scatters)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_expected_length_is_the_mean_over_all_decisions(verifier):
+    rng = np.random.default_rng(0)
+    chance = rng.uniform(size=(5, 3))
+    lengths = np.array([3, 2, 0, 1, 3])
+    mean = np.zeros(5)
+    for kept in itertools.product([0, 1], repeat=3):  # a uniform below or above its chance
+        uniforms = np.where(np.array(kept) == 1, chance - 1e-3, chance + 1e-3)
+        probability = np.prod(np.where(np.array(kept) == 1, chance, 1 - chance), axis=1)
+        accepted = accepted_length(jnp.asarray(chance), jnp.asarray(lengths), jnp.asarray(uniforms), verifier)
+        mean += probability * np.asarray(accepted)
+    expected = expected_length(jnp.asarray(chance), jnp.asarray(lengths), verifier)
+    np.testing.assert_allclose(expected, mean, atol=1e-6)  # float32
