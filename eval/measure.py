@@ -391,5 +391,5 @@ def _measure_stages(
                 seconds.append([*np.diff(marks), commit, rules])
     if not seconds:
         return None
-    milliseconds = dict(zip((*STAGES, RULES), (1e3 * np.median(seconds, axis=0)).tolist()))
+    milliseconds: dict[str, float] = dict(zip((*STAGES, RULES), (1e3 * np.median(seconds, axis=0)).tolist()))
     return Stages(milliseconds, {name: float(np.mean([e[name][0] for e in expected])) for name in VERIFIERS})

@@ -1,7 +1,6 @@
 """The decoding cycle on a tiny random target: the text is the target's own, whatever drafts it."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -258,29 +257,6 @@ def markov(tiny_target, whole):
     return random_dspark(tiny_target, text=text, sequential_head="vanilla", block_size=3)
 
 
-def test_caches_equal_a_fresh_run(tiny_target, tiny_prompts, markov):
-    """After cycles with different accepted lengths the caches hold what a prefill of the same tokens writes."""
-    options = {"drafter": markov, "cache_slots": SLOTS, "max_new_tokens": BUDGET}
-    session = generation.prepare(tiny_target, tiny_prompts, **options)
-    state = session.run(session.state, 6)
-    lengths = np.asarray(state.length)
-    assert len(set((lengths - [len(p) for p in tiny_prompts]).tolist())) > 1  # rows moved by different steps
-    tokens = [np.asarray(state.tokens)[b, : lengths[b]].tolist() for b in range(4)]
-    fresh = generation.prepare(tiny_target, tokens, **options).state
-    for ours, again in ((state.cache, fresh.cache), (state.drafter, fresh.drafter)):
-        np.testing.assert_array_equal(ours.length, lengths - 1)
-        np.testing.assert_array_equal(again.length, lengths - 1)
-        for a, b in zip((*ours.keys, *ours.values), (*again.keys, *again.values)):
-            for row in range(4):
-                used = slice(0, lengths[row] - 1)
-                # Float32 sums over calls of other widths; entries are of order 1 to 10.
-                np.testing.assert_allclose(a[row, :, used], b[row, :, used], atol=1e-4, rtol=1e-4)
-    step = jax.jit(lambda params, ids, cache: tiny_target.step()(params, ids, cache).logits)
-    anchors = jnp.asarray([[row[-1]] for row in tokens])
-    ours, again = (step(tiny_target.params, anchors, cache) for cache in (state.cache, fresh.cache))
-    np.testing.assert_allclose(ours, again, atol=1e-3, rtol=1e-4)  # logits reach 100 here
-
-
 def test_a_row_does_not_know_its_batch(tiny_target, tiny_prompts, markov, baseline):
     """Sampled rows beside greedy ones, keyed by their own number: the same text alone."""
     temperature = [0.0, 1.0, 0.0, 1.0]
@@ -303,34 +279,6 @@ def test_a_row_does_not_know_its_batch(tiny_target, tiny_prompts, markov, baseli
         assert rows[1].token_ids != baseline[1].token_ids  # it does sample
     other = run(tiny_target, tiny_prompts, temperature=temperature, rows=numbers, seed=3)
     assert other[1].token_ids != rows[1].token_ids
-
-
-def test_sampled_pairs_have_the_targets_distribution(tiny_target, markov, whole):
-    """2048 rows of one prompt: the first two new tokens against the target's exact joint distribution."""
-    rows = 2048
-    # A place where the drafter's bigrams are right about the greedy token: some drafts are kept, some are not.
-    text = [token for row in whole for token in row]
-    successor = lambda token: int(np.bincount([b for a, b in itertools.pairwise(text) if a == token]).argmax())  # noqa: E731
-    place = next(i for i in range(12, len(whole[1])) if successor(whole[1][i - 1]) == whole[1][i])
-    prompt = whole[1][:place]
-    samples = run(tiny_target, [prompt] * rows, drafter=markov, temperature=1.0, max_new_tokens=2, cache_slots=64)
-    assert max(a for r in samples for a in r.accepted_lengths) == 2  # drafts were accepted
-    assert min(a for r in samples for a in r.accepted_lengths) == 1  # and rejected
-    pairs = np.asarray([r.token_ids for r in samples])
-    step = jax.jit(lambda ids, cache: tiny_target.step()(tiny_target.params, ids, cache).logits)
-    ids = np.concatenate([np.tile(prompt, (VOCAB, 1)), np.arange(VOCAB)[:, None]], axis=1)
-    logits = step(jnp.asarray(ids, jnp.int32), generation.kv_cache.init_cache(tiny_target.config, VOCAB, 1))
-    p = np.asarray(jax.nn.softmax(logits[:, -2:], axis=-1), np.float64)
-    joint = (p[0, 0][:, None] * p[:, 1]).reshape(-1)
-    counts = np.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2)
-    # Rare pairs are joined into one cell, so that every cell expects five or more: then the statistic is chi-square
-    # with (cells - 1) degrees of freedom; five deviations, and the seed is fixed.
-    often = rows * joint >= 5
-    assert often.sum() >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    expected = rows * np.append(joint[often], joint[~often].sum())
-    freedom = len(observed) - 1
-    assert ((observed - expected) ** 2 / expected).sum() < freedom + 5 * np.sqrt(2 * freedom)
 
 
 def test_one_compile_per_shape(tiny_target, tiny_prompts, markov):
