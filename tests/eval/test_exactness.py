@@ -140,7 +140,7 @@ def test_chi_square_pools_rare_cells_and_knows_the_impossible():
 
 
 def test_holm_rejects_what_is_small_enough_for_their_number():
-    checks = [exact.Check("x", "m", 1, 0.0, p, True) for p in (0.5, 0.004, 0.002, 0.0011)]
+    checks = [exact.Check("x", "m", 1, 0.0, p, True) for p in (0.5, 0.006, 0.002, 0.0011)]
     assert [c.passed for c in exact.judge(checks, 0.01)] == [True, True, False, False]
 
 
