@@ -43,6 +43,13 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """A process may hold only so many memory maps, and every compiled program takes some: too many crash XLA."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     return GOLDEN

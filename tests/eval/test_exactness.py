@@ -172,15 +172,14 @@ def command(capsys, *extra):
 
 
 def test_command(capsys):
-    code, output = command(
-        capsys, "--num_prompts=2", "--samples=300", "--rows=300", "--max_new_tokens=8", "--verifiers=block"
-    )
+    few = ["--num_prompts=2", "--samples=300", "--rows=300", "--max_new_tokens=8", "--lookup_block_size=1"]
+    code, output = command(capsys, *few, "--verifiers=block", "--checks=greedy,sampled,cache", "--batches=2")
     assert code == 0
     table, _, last = output.out.rstrip().rpartition("\n")
     assert "all exact" in table
     result = json.loads(last)
     assert result["passed"]
-    assert len(result["checks"]) == 2 + 3 + 1 + 1  # two batch sizes, three samplers
+    assert len(result["checks"]) == 1 + 3 + 1  # one batch size, three samplers
     assert all(check["p_value"] is not None for check in result["checks"] if check["name"].startswith("two tokens"))
 
 
