@@ -1,6 +1,6 @@
 """General chat for SmolLM2-135M-Instruct at full size: minutes of one data-centre GPU.
 
-The same recipe as `smollm2_135m.py` with ten times the data, blocks of seven, and two draft layers. About eight
+The same recipe as `smollm2_135m.py` with twelve times the data, blocks of seven, and two draft layers. About eight
 minutes of an H200, half of them for the data; acceptance is still rising at the end: more steps help.
 
   python -m train.distill --config configs/smollm2_135m_gpu.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -184,9 +185,9 @@ def read_policies(
     def make(fingerprint: str) -> dict[str, schedules.Policy]:
         path = values.sps or decode.sps
         table = sps.load(path, fingerprint) if path else None
-        label = lambda name: name.replace("threshold", f"threshold {threshold:g}") if name[0] == "t" else name  # noqa: E731
+        label = {name: re.sub("^threshold", f"threshold {threshold:g}", name) for name in names}
         return {
-            label(name): schedules.from_name(name, confidence_threshold=threshold, table=table, conservative_ids=ids)
+            label[name]: schedules.from_name(name, confidence_threshold=threshold, table=table, conservative_ids=ids)
             for name in names
         }
 

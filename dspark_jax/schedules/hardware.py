@@ -58,21 +58,27 @@ def delayed(table: sps.SpsTable) -> Delayed:
 
 
 @struct.dataclass
-class HardwareAware(Policy):
-    """Algorithm 1: admit by descending survival while theta rises.
+class _Measured(Policy):
+    """What policies share that weigh the rows of a batch against a measured speed.
 
     Attributes:
       sps: [n] float32, steps per second at 0..n-1 tokens (`sps.dense`).
     """
 
     sps: Any
-    name = "hardware_aware"
     shares_budget = True
 
     def init_state(self, batch: int, block_size: int) -> Any:
         """Refuses a table that is too short; see `Policy.init_state`."""
         _check_length(self, batch, block_size)
         return ()
+
+
+@struct.dataclass
+class HardwareAware(_Measured):
+    """Algorithm 1: admit by descending survival while theta rises."""
+
+    name = "hardware_aware"
 
     def verify_length(self, state: Any, draft: Draft, active: jax.Array) -> jax.Array:
         """See `Policy.verify_length`."""
@@ -82,21 +88,10 @@ class HardwareAware(Policy):
 
 
 @struct.dataclass
-class GlobalMaximum(Policy):
-    """As many tokens as maximise theta today (the fewest of them, if several numbers do).
+class GlobalMaximum(_Measured):
+    """As many tokens as maximise theta today (the fewest of them, if several numbers do)."""
 
-    Attributes:
-      sps: as `HardwareAware.sps`.
-    """
-
-    sps: Any
     name = "global_maximum"
-    shares_budget = True
-
-    def init_state(self, batch: int, block_size: int) -> Any:
-        """Refuses a table that is too short; see `Policy.init_state`."""
-        _check_length(self, batch, block_size)
-        return ()
 
     def verify_length(self, state: Any, draft: Draft, active: jax.Array) -> jax.Array:
         """See `Policy.verify_length`."""
@@ -112,16 +107,10 @@ class GlobalMaximum(Policy):
 
 
 @struct.dataclass
-class Delayed(Policy):
-    """The total of two cycles ago, admitted by today's order.
+class Delayed(_Measured):
+    """The total of two cycles ago, admitted by today's order."""
 
-    Attributes:
-      sps: as `HardwareAware.sps`.
-    """
-
-    sps: Any
     name = "delayed"
-    shares_budget = True
 
     def init_state(self, batch: int, block_size: int) -> DelayedState:
         """See `Policy.init_state`."""
@@ -225,7 +214,7 @@ def _speeds(table: sps.SpsTable | None, name: str) -> Any:
     return sps.dense(table)
 
 
-def _check_length(policy: HardwareAware | GlobalMaximum | Delayed, batch: int, block_size: int) -> None:
+def _check_length(policy: _Measured, batch: int, block_size: int) -> None:
     most, largest = batch * (block_size + 1), policy.sps.shape[0] - 1
     if largest < most:
         raise ConfigError(
