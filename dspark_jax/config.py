@@ -239,6 +239,8 @@ class DraftModelConfig:
       mask_token_id: -1 = chosen by `train.distill` (an unused control token, else the last row).
       init_layers_from_target: Start the draft layers from the target's last ones.
       init_markov_from_bigrams: Start W1, W2 from the target's bigram statistics.
+      init_from: Folder of a trained drafter of the same target to start from; it may differ in block size, number of
+        layers and draft vocabulary. What it lacks starts as the two fields above say.
     """
 
     block_size: int = 7
@@ -254,6 +256,7 @@ class DraftModelConfig:
     draft_vocab_size: int = 0
     init_layers_from_target: bool = True
     init_markov_from_bigrams: bool = True
+    init_from: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,12 +137,14 @@ def initial_params(
     recipe: RecipeConfig, model: DSparkModel, shared: SharedWeights, target: Target, dataset: data.Dataset
 ) -> Any:
     """Returns the drafter's starting parameters."""
+    vocab = None if shared.vocab is None else np.asarray(shared.vocab)
     params = starts.random_params(model, shared, recipe.train.seed)
     if recipe.drafter.init_layers_from_target:
         params = starts.layers_from_target(params, model.config, target.params, target.config.num_layers)
     if recipe.drafter.init_markov_from_bigrams and model.config.sequential_head in ("vanilla", "gated"):
-        vocab = None if shared.vocab is None else np.asarray(shared.vocab)
         params = starts.markov_from_bigrams(params, model.config, dataset.tokens, vocab)
+    if recipe.drafter.init_from:
+        params = starts.from_drafter(params, model.config, vocab, Path(recipe.drafter.init_from), target.dtype)
     return params
 
 
@@ -173,10 +175,12 @@ def evaluate(recipe: RecipeConfig, target: Target, drafter: Any, prompts: list[l
 def run(recipe: RecipeConfig, resume: bool) -> dict[str, float]:
     """Runs a recipe from data to the last evaluation, which it returns."""
     started = time.perf_counter()
-    folder = claim_folder(recipe, resume)
     say(f"loading {recipe.target}")
     target = load_recipe_target(recipe)
     config = drafter_config(recipe, target)
+    if recipe.drafter.init_from:
+        starts.check_drafter(config, Path(recipe.drafter.init_from))
+    folder = claim_folder(recipe, resume)
     dataset, heldout = prepare_data(recipe, target, folder)
 
     vocab = None

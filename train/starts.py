@@ -4,10 +4,13 @@ layers   the target's last decoder layers, its final norm, and a feature project
          layer through: the draft layers then see in their context what these layers saw in the target
 Markov   W1, W2 from the target's bigram statistics: a truncated SVD of the positive pointwise mutual information of
          (previous token, token), which is what a transition bias should look like (Levy & Goldberg, 2014)
+drafter  another drafter of the same target, already trained: what a smaller one keeps of it needn't be learnt again
 """
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +19,7 @@ import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
 
+from dspark_jax.checkpoints import orbax_drafter
 from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.drafters.dspark import DSparkModel, SharedWeights
 from dspark_jax.records import Params
@@ -102,3 +106,55 @@ def markov_from_bigrams(
     head: dict[str, Any] = dict(params["sequential"])
     head |= {"w1": jnp.asarray(w1, head["w1"].dtype), "w2": jnp.asarray(w2, head["w2"].dtype)}
     return {**params, "sequential": head}
+
+
+# What a drafter's parameters mean depends on these; block size, layers and draft vocabulary may differ.
+_SAME_FIELDS = (
+    "tapped_layers",
+    "mask_token_id",
+    "anchor_layout",
+    "sequential_head",
+    "markov_rank",
+    "confidence_head",
+    "confidence_reads_markov",
+    "target_fingerprint",
+    "chat_template_hash",
+)
+
+
+def check_drafter(config: DrafterConfig, folder: Path) -> None:
+    """Refuses a drafter that a new one can't start from.
+
+    Raises:
+      CheckpointError: the folder holds no drafter.
+      ConfigError: the two drafters differ in more than block size, number of layers and draft vocabulary.
+    """
+    source, _ = orbax_drafter.read_description(folder)
+    differing = [name for name in _SAME_FIELDS if getattr(source, name) != getattr(config, name)]
+    if dataclasses.replace(source.decoder, num_layers=config.decoder.num_layers) != config.decoder:
+        differing.append("decoder")
+    if differing:
+        values = ", ".join(f"{name} = {getattr(source, name)} instead of {getattr(config, name)}" for name in differing)
+        raise ConfigError(f"config.drafter.init_from = {folder}: a drafter with {values}; these have to agree")
+
+
+def from_drafter(params: Params, config: DrafterConfig, vocab: np.ndarray | None, folder: Path, dtype: Any) -> Params:
+    """Starts from a trained drafter's parameters.
+
+    Args:
+      params: parameters that stay where the other drafter has none: layers beyond its own, tokens that it can't draft.
+      config: the new drafter's config.
+      vocab: ids of its reduced draft vocabulary, or None.
+      folder: the trained drafter's folder, which `check_drafter` accepts.
+      dtype: dtype of the parameters.
+    """
+    _, source_vocab = orbax_drafter.read_description(folder)
+    trained = orbax_drafter.read_params(folder, dtype)
+    taken = {name: value for name, value in trained.items() if name in params}
+    if "sequential" in taken:
+        every = np.arange(config.decoder.vocab_size)
+        ids, source_ids = (every if v is None else v for v in (vocab, source_vocab))
+        _, here, there = np.intersect1d(ids, source_ids, return_indices=True)
+        rows = params["sequential"]["w2"].at[here].set(trained["sequential"]["w2"][there])
+        taken["sequential"] = {**trained["sequential"], "w2": rows}
+    return {**params, **taken}

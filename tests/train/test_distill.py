@@ -78,6 +78,33 @@ def test_drafter_trained_on_another_kind_of_device_loads(finished, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
+def test_a_smaller_drafter_starts_from_a_trained_one(finished, tmp_path):
+    recipe = recipe_in(tmp_path / "small", steps=1, eval_every=0, learning_rate=0.0, heads_learning_rate=0.0)
+    smaller = dataclasses.replace(recipe.drafter, block_size=3, draft_vocab_size=64, init_from=str(finished))
+    distill.run(dataclasses.replace(recipe, drafter=smaller), resume=False)
+    (_, before), (_, after) = (orbax_drafter.read_description(f) for f in (finished, tmp_path / "small"))
+    old, new = (orbax_drafter.read_params(f, np.float32) for f in (finished, tmp_path / "small"))
+    assert before is not None
+    assert after is not None
+    assert len(after) == 64
+    for name in set(old) - {"sequential"}:
+        jax.tree.map(np.testing.assert_array_equal, old[name], new[name])
+    np.testing.assert_array_equal(old["sequential"]["w1"], new["sequential"]["w1"])
+    old_rows = {int(token): row for token, row in zip(before, old["sequential"]["w2"])}
+    compared = [(old_rows[int(t)], row) for t, row in zip(after, new["sequential"]["w2"]) if int(t) in old_rows]
+    assert len(compared) > 32
+    for expected, row in compared:
+        np.testing.assert_array_equal(expected, row)
+
+
+def test_a_start_from_an_unlike_drafter_is_refused_before_any_work(finished, tmp_path):
+    recipe = recipe_in(tmp_path / "other")
+    unlike = dataclasses.replace(recipe.drafter, markov_rank=8, init_from=str(finished))
+    with pytest.raises(ConfigError, match=r"init_from = .*: a drafter with markov_rank = 16 instead of 8"):
+        distill.run(dataclasses.replace(recipe, drafter=unlike), resume=False)
+    assert not (tmp_path / "other").exists()
+
+
 def test_recorded_features_are_the_targets(finished):
     # The observer wrote them during batched decoding; a fresh pass over one row must give the same numbers.
     recipe = recipe_in(finished)
