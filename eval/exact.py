@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from dspark_jax import generation, kv_cache, processors, sampling
+from dspark_jax import generation, kv_cache, processors
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
+from dspark_jax.records import Sampler
 from dspark_jax.scheduler import Policy
 
 _LEAST_EXPECTED = 5.0  # cells of a chi-square test with less are pooled (Cochran, 1954)
@@ -129,25 +130,25 @@ def pair_distribution(target: Target, prompt: Sequence[int], sampler: dict[str, 
 def next_distribution(target: Target, rows: Sequence[Sequence[int]], sampler: dict[str, float]) -> np.ndarray:
     """Returns the processed distribution of the token after each row, [B, V] float64; rows are of one length."""
     ids = jnp.asarray(rows, jnp.int32)
-    batch, length = ids.shape
+    batch, _ = ids.shape
     settings = processors.make_sampler(
         jnp.full((batch,), sampler["temperature"]), **{k: v for k, v in sampler.items() if k != "temperature"}
     )
     cache = kv_cache.init_cache(target.config, batch, 1, target.dtype)
-    logits = _last_logits(target.step(), target.params, ids, cache)
-    seen = processors.seen_tokens(ids, jnp.full((batch,), length), settings, logits.shape[-1])
-    logits = processors.process(logits, settings, seen)
+    logits, log_p = _next(target.step(), target.params, ids, cache, settings)
     if sampler["temperature"] == 0:
-        return np.eye(logits.shape[-1])[np.asarray(sampling.argmax(logits))]
-    log_p = jax.nn.log_softmax(logits, axis=-1)
+        return np.eye(logits.shape[-1])[np.asarray(logits).argmax(-1)]
     weights = np.exp(np.asarray(log_p, np.float64))
     return weights / weights.sum(-1, keepdims=True)
 
 
 @partial(jax.jit, static_argnames="step")
-def _last_logits(step: Any, params: Any, ids: jax.Array, cache: Any) -> jax.Array:
-    """Returns the logits after each row, [B, V]."""
-    return step(params, ids, cache).logits[:, -1]
+def _next(step: Any, params: Any, ids: jax.Array, cache: Any, settings: Sampler) -> tuple[jax.Array, jax.Array]:
+    """Returns the processed logits after each row and their log-softmax, [B, V]."""
+    logits = step(params, ids, cache).logits[:, -1]
+    seen = processors.seen_tokens(ids, jnp.full((len(ids),), ids.shape[1]), settings, logits.shape[-1])
+    logits = processors.process(logits, settings, seen)
+    return logits, jax.nn.log_softmax(logits, axis=-1)
 
 
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> tuple[float, int, float]:
@@ -304,7 +305,9 @@ def greedy_identical(
 def top_two_margin(target: Target, ids: Sequence[int]) -> float:
     """Returns the difference of the two largest logits after a text."""
     cache = kv_cache.init_cache(target.config, 1, 1, target.dtype)
-    top = jax.lax.top_k(_last_logits(target.step(), target.params, jnp.asarray([ids], jnp.int32), cache)[0], 2)[0]
+    greedy = processors.make_sampler(jnp.zeros((1,)))
+    logits, _ = _next(target.step(), target.params, jnp.asarray([ids], jnp.int32), cache, greedy)
+    top = jax.lax.top_k(logits[0], 2)[0]
     return float(top[0] - top[1])
 
 
