@@ -28,7 +28,8 @@ def _trial(accepted, verified, seconds=1.0):
 
 
 @pytest.fixture(scope="module")
-def target():
+def target(quick_compile):
+    del quick_compile
     return dspark_jax.random_target(TARGET)
 
 
