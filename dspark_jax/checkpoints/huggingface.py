@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import huggingface_hub.errors
-import numpy as np
-import safetensors
 
+from dspark_jax.checkpoints.safetensors_files import find_tensors, read_json
 from dspark_jax.checkpoints.target_files import (
     CheckpointError,
     LazyTensors,
@@ -24,7 +22,6 @@ from dspark_jax.config import ConfigError, DecoderConfig
 from dspark_jax.text import TextError, Tokenizer, tokenizer_from_folder
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
 
 
@@ -87,21 +84,18 @@ def read_folder(path: str | Path) -> TargetFiles:
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"no folder at {folder}: name a folder with config.json and model.safetensors")
-    values = _read_json(folder / "config.json")
+    values = read_json(folder / "config.json")
     try:
         config = decoder_config_from_hf(values)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    files, shapes = _find_tensors(folder)
+    stored = find_tensors(folder)
     expected = expected_tensors(config)
-    check_tensors(shapes, expected, str(folder))
+    check_tensors({name: tensor.shape for name, tensor in stored.items()}, expected, str(folder))
     tokenizer = _read_tokenizer(folder)
     check_tokenizer(tokenizer, config, str(folder))
 
-    def read(name: str) -> np.ndarray:
-        with _open(files[name]) as tensors:
-            return tensors.get_tensor(name)
-
+    read = lambda name: stored[name].read()  # noqa: E731
     return TargetFiles(config, LazyTensors(expected, read), tokenizer, folder.resolve().name)
 
 
@@ -191,54 +185,6 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _find_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Returns the file and the shape of each tensor, from the files' headers only."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        shapes = _read_shapes(single)
-        return dict.fromkeys(shapes, single), shapes
-    if not index.is_file():
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:20])
-        raise CheckpointError(
-            f"{folder} has neither {single.name} nor {index.name} (it has {found}): save the model with"
-            " save_pretrained(folder, safe_serialization=True)"
-        )
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map = {weight_map!r}, expected file names by tensor; fetch it again")
-    files = {name: folder / file for name, file in weight_map.items()}
-    in_shard = {file: _read_shapes(file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if name not in in_shard[file]:
-            raise CheckpointError(f"{index} puts {name} into {file.name}, which doesn't hold it; fetch both again")
-    return files, {name: in_shard[file][name] for name, file in files.items()}
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safetensors.safe_open(file, framework="numpy")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing: fetch it again") from error
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file ({error}): fetch it again") from error
-
-
-def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes in a file's header, refusing types that are not plain floats."""
-    shapes = {}
-    with _open(file) as tensors:
-        names = tensors.keys()
-        for name in names:
-            view = tensors.get_slice(name)
-            if view.get_dtype() not in _FLOAT_TYPES:
-                raise CheckpointError(
-                    f"{file}: {name} has type {view.get_dtype()}, only {', '.join(_FLOAT_TYPES)} are supported;"
-                    " use the unquantised weights"
-                )
-            shapes[name] = tuple(view.get_shape())
-    return shapes
-
-
 def _read_tokenizer(folder: Path) -> Tokenizer | None:
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -246,15 +192,3 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
         return tokenizer_from_folder(folder)
     except TextError as error:
         raise CheckpointError(str(error)) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read ({error}): the folder must hold a Hugging Face model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON ({error}): fetch it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, got {type(values).__name__}; fetch it again")
-    return values
