@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.checkpoints import orbax_drafter
+from dspark_jax.checkpoints.drafter_files import EMBED, HEAD, DrafterFiles, check_target
+from dspark_jax.checkpoints.drafter_formats import read_drafter_files
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError, DrafterConfig
 from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, shared_weights
@@ -17,17 +18,18 @@ from dspark_jax.loading import Target
 
 
 def load_drafter(
-    path: str | Path,
+    name_or_path: str | Path,
     target: Target,
     block_size: int = 0,
     force: bool = False,
     draft_sampling: str = "sample",
     candidates: int = 0,
 ) -> LoadedDrafter:
-    """Loads a trained DSpark drafter (the output folder of `train.distill`).
+    """Loads a trained drafter.
 
     Args:
-      path: the folder.
+      name_or_path: the output folder of `train.distill`, or a folder or Hugging Face hub id of a drafter published by
+        DeepSpec, z-lab (DFlash) or in the format of vLLM's speculators (`checkpoints.drafter_formats`).
       target: the target that it will draft for.
       block_size: K at decode, at most the trained one; 0 takes the trained one.
       force: load it even if it was trained for another target or chat template of the same shape.
@@ -38,14 +40,15 @@ def load_drafter(
       CheckpointError: it can't be read, or it belongs to another target.
       ConfigError: an option that can't work.
     """
-    folder = Path(path)
-    config, vocab = orbax_drafter.read_description(folder)
+    files = read_drafter_files(name_or_path)
+    config = files.config
     check_target(config, target, force)
+    _check_copies(files, target)
     size = check_block_size(config, block_size)
     model = DSparkModel(config, target.layout, target.dtype)
     drafter = DSparkDrafter(model, size, draft_sampling, candidates)
-    params = orbax_drafter.read_params(folder, target.dtype)
-    shared = shared_weights(target.params, None if vocab is None else jnp.asarray(vocab))
+    params = files.params(target.dtype)
+    shared = shared_weights(target.params, None if files.vocab is None else jnp.asarray(files.vocab))
     expected = jax.eval_shape(
         lambda: model.init(
             jax.random.key(0),
@@ -57,8 +60,21 @@ def load_drafter(
     shapes = lambda tree: {jax.tree_util.keystr(k): v.shape for k, v in jax.tree_util.tree_leaves_with_path(tree)}  # noqa: E731
     if shapes(expected) != shapes(params):
         wrong = sorted(set(shapes(expected).items()) ^ set(shapes(params).items()))
-        raise CheckpointError(f"{folder}: the weights don't fit {orbax_drafter.CONFIG_FILE}: {wrong}")
+        raise CheckpointError(f"{files.name}: the weights don't fit its config: {wrong}")
     return LoadedDrafter(drafter, {"model": params, "shared": shared}, "dspark")
+
+
+def _check_copies(files: DrafterFiles, target: Target) -> None:
+    """Refuses a drafter that was published with another embedding or head; the copies themselves are not kept."""
+    embed = target.params["embed"].shape
+    head = target.params.get("head", target.params["embed"]).shape
+    wanted = {EMBED: embed, HEAD: head if files.vocab is None else (len(files.vocab), *head[1:])}
+    for name, shape in files.frozen.items():
+        if tuple(shape) != tuple(wanted[name]):
+            raise CheckpointError(
+                f"{files.name} holds a copy of its target's {name} of shape {list(shape)}, {target.name} has"
+                f" {list(wanted[name])}: it was trained for another target"
+            )
 
 
 def check_block_size(config: DrafterConfig, block_size: int) -> int:
@@ -68,36 +84,6 @@ def check_block_size(config: DrafterConfig, block_size: int) -> int:
             f"block_size = {block_size}: this drafter was trained for 1..{config.block_size} draft tokens"
         )
     return block_size or config.block_size
-
-
-def check_target(config: DrafterConfig, target: Target, force: bool) -> None:
-    """Refuses a drafter of another target or chat template.
-
-    Raises:
-      CheckpointError: it can't work, or (unless forced) was trained for something else.
-    """
-    if (config.decoder.vocab_size, config.decoder.width) != (target.config.vocab_size, target.config.width):
-        raise CheckpointError(
-            f"the drafter belongs to a target of vocabulary {config.decoder.vocab_size} and width"
-            f" {config.decoder.width}; {target.name} has {target.config.vocab_size} and {target.config.width}"
-        )
-    deepest = max(config.tapped_layers)
-    if deepest >= target.config.num_layers - 1:
-        raise CheckpointError(f"the drafter taps layer {deepest}; {target.name} has {target.config.num_layers} layers")
-    if force:
-        return
-    if config.target_fingerprint and config.target_fingerprint != target.config.fingerprint():
-        raise CheckpointError(
-            f"the drafter was trained for {config.target_name or 'another target'} (fingerprint"
-            f" {config.target_fingerprint}), not for {target.name} ({target.config.fingerprint()}); pass force=True to"
-            " use it all the same"
-        )
-    template = target.tokenizer.chat_template_hash if target.tokenizer else ""
-    if config.chat_template_hash and template and config.chat_template_hash != template:
-        raise CheckpointError(
-            f"the drafter was trained with chat template {config.chat_template_hash}, the target's is {template}: it"
-            " would draft badly; pass force=True to use it all the same"
-        )
 
 
 def prompt_lookup(block_size: int = 3, max_ngram: int = 4, min_ngram: int = 1) -> LoadedDrafter:

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from dspark_jax import decode, kv_cache, processors, sampling, schedules
 from dspark_jax.checkpoints import deepspec
+from dspark_jax.checkpoints.drafter_files import tensors_from_params
 from dspark_jax.checkpoints.huggingface import read_folder
 from dspark_jax.checkpoints.target_params import target_params
 from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, SharedWeights
@@ -23,11 +25,10 @@ SLOTS = 128
 
 
 def load(golden, head):
-    config, tensors = deepspec.read_folder(golden / f"draft_qwen3_{head}")
-    shared = SharedWeights(
-        embed=jnp.asarray(tensors["embed_tokens.weight"]), head=jnp.asarray(tensors["lm_head.weight"]), vocab=None
-    )
-    return config, deepspec.params_from_tensors(config, tensors), shared
+    files = deepspec.read_folder(golden / f"draft_qwen3_{head}")
+    copies = safetensors.numpy.load_file(golden / f"draft_qwen3_{head}" / "model.safetensors")
+    shared = SharedWeights(jnp.asarray(copies["embed_tokens.weight"]), jnp.asarray(copies["lm_head.weight"]), None)
+    return files.config, files.params(jnp.float32), shared
 
 
 def test_every_trace_is_compared(golden):
@@ -87,7 +88,7 @@ def test_training(golden, head, layout):
         np.testing.assert_allclose(np.asarray(confidence)[mask], recorded["confidence_logits"][mask], atol=2e-5, rtol=0)
 
     # A gradient entry is a sum with cancellation: compare with the tensor's largest one.
-    ours = deepspec.tensors_from_params(config, gradients)
+    ours = tensors_from_params(config, gradients)
     names = [name.removeprefix("grad/") for name in recorded.files if name.startswith("grad/")]
     assert set(names) == set(ours)
     for name in names:

@@ -105,7 +105,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path, indices: Collection[str]) -> dict[str, StoredTensor]:
-    """Returns the tensors in a file's header, refusing types that are not plain floats (or, for `indices`, integers)."""
+    """Returns the tensors in a file's header, refusing types that are neither plain floats nor (`indices`) integers."""
     found = {}
     with open_file(file) as tensors:
         names = tensors.keys()
