@@ -37,10 +37,10 @@ def _convert(argv: Sequence[str]) -> None:
         return
     if rest:
         raise ConfigError(f"unexpected argument {rest[0]!r}: every option is a --flag")
-    source, folder, kind = (v[name].value for name in ("from", "to", "format"))
     for name in ("from", "to", "format"):
         if not v[name].value:
             raise ConfigError(f"--{name} is missing: name it, as in --from=FOLDER --to=FOLDER --format=deepspec")
+    source, folder, kind = (str(v[name].value) for name in ("from", "to", "format"))
     files = read_drafter_files(source)
     target = read_target_files(v.target) if v.target else None
     write_drafter(folder, kind, files, target, v.force)

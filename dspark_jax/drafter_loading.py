@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dspark_jax.checkpoints.drafter_files import EMBED, HEAD, DrafterFiles, check_target
+from dspark_jax.checkpoints.drafter_files import EMBED, DrafterFiles, check_target
 from dspark_jax.checkpoints.drafter_formats import read_drafter_files
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError, DrafterConfig
@@ -15,6 +17,9 @@ from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, shared_weight
 from dspark_jax.drafters.prompt_lookup import PromptLookupDrafter
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
+
+_COMPARED_ROWS = 16
+_ALIKE = 0.2  # relative; a target quantised to 4 bits is off by about half of this
 
 
 def load_drafter(
@@ -66,14 +71,23 @@ def load_drafter(
 
 def _check_copies(files: DrafterFiles, target: Target) -> None:
     """Refuses a drafter that was published with another embedding or head; the copies themselves are not kept."""
-    embed = target.params["embed"].shape
-    head = target.params.get("head", target.params["embed"]).shape
-    wanted = {EMBED: embed, HEAD: head if files.vocab is None else (len(files.vocab), *head[1:])}
-    for name, shape in files.frozen.items():
-        if tuple(shape) != tuple(wanted[name]):
+    embed = target.params["embed"]
+    head = target.params.get("head", embed)
+    for name, copy in files.frozen.items():
+        whole = embed if name == EMBED else head
+        ids = np.arange(len(whole)) if name == EMBED or files.vocab is None else files.vocab
+        if copy.shape != (len(ids), *whole.shape[1:]):
             raise CheckpointError(
-                f"{files.name} holds a copy of its target's {name} of shape {list(shape)}, {target.name} has"
-                f" {list(wanted[name])}: it was trained for another target"
+                f"{files.name} holds a copy of its target's {name} of shape {list(copy.shape)}, {target.name} has"
+                f" {[len(ids), *whole.shape[1:]]}: it was trained for another target"
+            )
+        theirs = copy.read_rows(_COMPARED_ROWS).astype(np.float32)
+        ours = np.asarray(whole[ids[:_COMPARED_ROWS]], np.float32)
+        if np.linalg.norm(theirs - ours) > _ALIKE * np.linalg.norm(ours):
+            warnings.warn(
+                f"{files.name}: its copy of {name} differs from {target.name}'s, which is used instead: it was trained"
+                " for another target, or with a copy that went its own way",
+                stacklevel=3,
             )
 
 

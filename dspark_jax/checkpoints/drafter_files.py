@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.checkpoints.safetensors_files import StoredTensor
 from dspark_jax.checkpoints.target_files import CheckpointError, check_tensors, expected_tensors
 from dspark_jax.checkpoints.target_params import layer_params, split_layer_params
 from dspark_jax.config import DecoderConfig, DrafterConfig
@@ -36,7 +37,7 @@ class DrafterFiles:
       params: makes parameters of `drafters.dspark.DSparkModel` of them, in a dtype or (None) each in its own.
       dtypes: dtype of each in the words of safetensors.
       stored_parameters: how many numbers of the drafter's own the files hold.
-      frozen: shapes of the target's weights that the files hold copies of, by `EMBED` and `HEAD`.
+      frozen: copies of the target's weights in the files, by `EMBED` and `HEAD`; nothing is made of them.
       name: what the drafter was loaded from; informative.
     """
 
@@ -47,7 +48,7 @@ class DrafterFiles:
     params: Callable[[Any], Params]
     dtypes: Mapping[str, str]
     stored_parameters: int
-    frozen: Mapping[str, tuple[int, ...]]
+    frozen: Mapping[str, StoredTensor]
     name: str
 
 

@@ -66,18 +66,22 @@ def read_folder(
         raise CheckpointError(f"{where}{error}") from error
     stored = find_tensors(folder, indices)
     found = {name: tensor.shape for name, tensor in stored.items() if name not in indices + ignored}
+    try:
+        vocab = read_vocab(config, stored)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
     check_drafter_tensors(found, config, str(folder))
     expected = expected_drafter_tensors(config)
     tensors = LazyTensors(expected, lambda name: stored[name].read())
     return DrafterFiles(
         format=format_name,
         config=config,
-        vocab=read_vocab(config, stored),
+        vocab=vocab,
         tensors=tensors,
         params=functools.partial(params_from_tensors, config, tensors),
         dtypes={name: stored[name].dtype for name in expected},
         stored_parameters=sum(math.prod(found[name]) for name in expected),
-        frozen={name: found[name] for name in (EMBED, HEAD) if name in found},
+        frozen={name: stored[name] for name in (EMBED, HEAD) if name in found},
         name=folder.resolve().name,
     )
 

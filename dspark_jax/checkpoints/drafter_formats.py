@@ -24,6 +24,14 @@ from dspark_jax.checkpoints.safetensors_files import read_json
 from dspark_jax.checkpoints.target_files import CheckpointError, TargetFiles
 from dspark_jax.config import ConfigError
 
+# Published drafters that are known and not supported.
+_UNSUPPORTED = {
+    "Qwen3Eagle3Model": "Eagle 3, an autoregressive drafter",
+    "Gemma4Eagle3Model": "Eagle 3, an autoregressive drafter",
+    "Gemma4DSparkModel": "DSpark with Gemma 4 layers",
+    "DFlash2DraftModel": "DFlash 2, with convolutions and a candidate selector",
+}
+
 FORMATS = (orbax_drafter.FORMAT, deepspec.FORMAT, zlab.FORMAT, speculators.FORMAT)
 
 
@@ -68,10 +76,12 @@ def format_of(folder: Path) -> str:
     values = read_json(folder / "config.json")
     kind = format_of_values(values)
     if kind is None:
+        architectures = values.get("architectures") or []
+        known = "; ".join(_UNSUPPORTED[name] for name in architectures if name in _UNSUPPORTED)
         raise CheckpointError(
-            f"{folder / 'config.json'}: architectures = {values.get('architectures')!r} is no drafter that can be"
-            f" read; supported are {deepspec.ARCHITECTURE} (DeepSpec), {zlab.ARCHITECTURE} (z-lab), and dspark and"
-            " dflash of speculators"
+            f"{folder / 'config.json'}: architectures = {architectures!r} is no drafter that can be read"
+            f"{f' ({known})' if known else ''}; supported are {deepspec.ARCHITECTURE} (DeepSpec),"
+            f" {zlab.ARCHITECTURE} (z-lab), and dspark and dflash of speculators"
         )
     return kind
 
@@ -84,6 +94,11 @@ def format_of_values(values: Mapping[str, Any]) -> str | None:
     if architectures == [zlab.ARCHITECTURE] or (architectures is None and "dflash_config" in values):
         return zlab.FORMAT
     return deepspec.FORMAT if architectures == [deepspec.ARCHITECTURE] else None
+
+
+def is_drafter(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json is a drafter's, readable or not."""
+    return format_of_values(values) is not None or any(n in _UNSUPPORTED for n in values.get("architectures") or [])
 
 
 def write_drafter(

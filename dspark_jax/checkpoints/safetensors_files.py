@@ -42,6 +42,11 @@ class StoredTensor:
         with open_file(self.file) as tensors:
             return tensors.get_tensor(self.name)
 
+    def read_rows(self, count: int) -> np.ndarray:
+        """Returns the first rows only."""
+        with open_file(self.file) as tensors:
+            return tensors.get_slice(self.name)[:count]
+
 
 def find_tensors(folder: Path, indices: Collection[str] = ()) -> dict[str, StoredTensor]:
     """Finds the tensors of a folder by reading headers only.
