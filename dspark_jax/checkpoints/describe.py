@@ -131,7 +131,7 @@ def _odd(config: DrafterConfig, files: DrafterFiles, expected: int) -> list[str]
 
 
 def _describe_unknown(folder: Path, values: Mapping[str, Any], error: CheckpointError) -> dict[str, Any]:
-    stored = find_tensors(folder, ("d2t", "t2d"))
+    stored = find_tensors(folder)
     return {
         "kind": "drafter" if drafter_formats.is_drafter(values) else "unknown",
         "format": "huggingface",

@@ -28,7 +28,7 @@ from dspark_jax.checkpoints.drafter_files import (
     params_from_tensors,
 )
 from dspark_jax.checkpoints.huggingface import decoder_config_from_hf
-from dspark_jax.checkpoints.safetensors_files import StoredTensor, find_tensors, read_json
+from dspark_jax.checkpoints.safetensors_files import StoredTensor, check_types, find_tensors, read_json
 from dspark_jax.checkpoints.target_files import CheckpointError, LazyTensors, TargetFiles
 from dspark_jax.config import ConfigError, DecoderConfig, DrafterConfig
 
@@ -64,7 +64,8 @@ def read_folder(
     except (CheckpointError, ConfigError) as error:
         where = "" if str(file) in str(error) else f"{file}: "
         raise CheckpointError(f"{where}{error}") from error
-    stored = find_tensors(folder, indices)
+    stored = find_tensors(folder)
+    check_types((tensor for name, tensor in stored.items() if name not in ignored), indices)
     found = {name: tensor.shape for name, tensor in stored.items() if name not in indices + ignored}
     try:
         vocab = read_vocab(config, stored)

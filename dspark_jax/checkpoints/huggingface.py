@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors
 
-from dspark_jax.checkpoints.safetensors_files import find_tensors, read_json
+from dspark_jax.checkpoints.safetensors_files import check_types, find_tensors, read_json
 from dspark_jax.checkpoints.target_files import (
     CheckpointError,
     LazyTensors,
@@ -90,6 +90,7 @@ def read_folder(path: str | Path) -> TargetFiles:
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     stored = find_tensors(folder)
+    check_types(stored.values())
     expected = expected_tensors(config)
     check_tensors({name: tensor.shape for name, tensor in stored.items()}, expected, str(folder))
     tokenizer = _read_tokenizer(folder)

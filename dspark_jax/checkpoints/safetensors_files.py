@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +48,15 @@ class StoredTensor:
             return tensors.get_slice(self.name)[:count]
 
 
-def find_tensors(folder: Path, indices: Collection[str] = ()) -> dict[str, StoredTensor]:
-    """Finds the tensors of a folder by reading headers only.
-
-    Args:
-      folder: has `model.safetensors`, or an index and its shards.
-      indices: names of tensors that hold indices or masks; all others must be plain floats.
+def find_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Finds the tensors of a folder (`model.safetensors`, or an index and its shards) by reading headers only.
 
     Raises:
-      CheckpointError: a file is missing or damaged, or a tensor is of another type.
+      CheckpointError: a file is missing or damaged.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return _read_header(single, indices)
+        return _read_header(single)
     if not index.is_file():
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:20])
         raise CheckpointError(
@@ -71,11 +67,26 @@ def find_tensors(folder: Path, indices: Collection[str] = ()) -> dict[str, Store
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map = {weight_map!r}, expected file names by tensor; fetch it again")
     files = {name: folder / file for name, file in weight_map.items()}
-    in_shard = {file: _read_header(file, indices) for file in sorted(set(files.values()))}
+    in_shard = {file: _read_header(file) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in in_shard[file]:
             raise CheckpointError(f"{index} puts {name} into {file.name}, which doesn't hold it; fetch both again")
     return {name: in_shard[file][name] for name, file in files.items()}
+
+
+def check_types(stored: Iterable[StoredTensor], indices: Collection[str] = ()) -> None:
+    """Refuses tensors that are neither plain floats nor, if named in `indices`, integers or masks.
+
+    Raises:
+      CheckpointError: a tensor of another type, such as quantised weights.
+    """
+    for tensor in stored:
+        allowed = _INDEX_TYPES if tensor.name in indices else _FLOAT_TYPES
+        if tensor.dtype not in allowed:
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} has type {tensor.dtype}, only {', '.join(allowed)} are supported;"
+                " use the unquantised weights"
+            )
 
 
 def open_file(file: Path) -> Any:
@@ -109,18 +120,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _read_header(file: Path, indices: Collection[str]) -> dict[str, StoredTensor]:
-    """Returns the tensors in a file's header, refusing types that are neither plain floats nor (`indices`) integers."""
-    found = {}
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     with open_file(file) as tensors:
-        names = tensors.keys()
-        for name in names:
-            view = tensors.get_slice(name)
-            allowed = _INDEX_TYPES if name in indices else _FLOAT_TYPES
-            if view.get_dtype() not in allowed:
-                raise CheckpointError(
-                    f"{file}: {name} has type {view.get_dtype()}, only {', '.join(allowed)} are supported;"
-                    " use the unquantised weights"
-                )
-            found[name] = StoredTensor(file, name, tuple(view.get_shape()), view.get_dtype())
-    return found
+        views = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+        return {n: StoredTensor(file, n, tuple(view.get_shape()), view.get_dtype()) for n, view in views.items()}
