@@ -40,6 +40,20 @@ def _require_in(value, options: tuple[str, ...], what: str) -> None:
     _require(value in options, what, repr(value), f"use one of {', '.join(options)}")
 
 
+def _check_taps(tapped_layers: tuple[int, ...], target_layers: int) -> None:
+    """Refuses tapped layers that a target of `target_layers` layers (0 = unknown) hasn't, or that are ambiguous."""
+    _require(bool(tapped_layers), "drafter tapped_layers", tapped_layers, "name at least one layer")
+    for layer in tapped_layers if target_layers else ():
+        # The last layer is stored before the final norm by some stacks and after it by others.
+        _require(
+            -1 <= layer < target_layers - 1,
+            "drafter tapped layer",
+            layer,
+            f"tap layers -1..{target_layers - 2} of a target with {target_layers} layers"
+            " (the last one is ambiguous: before or after the final norm)",
+        )
+
+
 def check_policy_name(name: str, what: str) -> None:
     """Refuses what is neither one of `POLICIES` nor "NAME+conservative_tokens"."""
     inner, plus, outer = name.partition("+")
@@ -152,17 +166,7 @@ class DrafterConfig:
             self.draft_vocab_size,
             f"use 0 (whole vocabulary) or up to {self.decoder.vocab_size}",
         )
-        _require(bool(self.tapped_layers), "drafter tapped_layers", self.tapped_layers, "name at least one layer")
-        if self.target_layers:
-            for layer in self.tapped_layers:
-                # The last layer is stored before the final norm by some stacks and after it by others.
-                _require(
-                    -1 <= layer < self.target_layers - 1,
-                    "drafter tapped layer",
-                    layer,
-                    f"tap layers -1..{self.target_layers - 2} of a target with {self.target_layers} layers"
-                    " (the last one is ambiguous: before or after the final norm)",
-                )
+        _check_taps(self.tapped_layers, self.target_layers)
         if self.sequential_head == "none":
             _require(
                 not (self.confidence_head and self.confidence_reads_markov),
@@ -182,6 +186,33 @@ class DrafterConfig:
     def block_slots(self) -> int:
         """Slots that the backbone reads per block: K, or K+1 when the anchor's slot predicts nothing."""
         return self.block_size + (self.anchor_layout == "anchor_only")
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 drafter: its shape, and what must be true of the target it is used with.
+
+    Attributes:
+      decoder: The body of its one layer; queries, keys and values read twice its width.
+      block_size: Draft tokens per cycle that it was trained for (steps of the training-time test).
+      tapped_layers: The M target layers whose outputs it reads, 0-based.
+      step_decay: Weight of a training step relative to the one before.
+      target_layers, target_fingerprint, target_name, chat_template_hash: As in `DrafterConfig`.
+    """
+
+    decoder: DecoderConfig
+    block_size: int = 5
+    tapped_layers: tuple[int, ...] = (1,)
+    step_decay: float = 0.8
+    target_layers: int = 0
+    target_fingerprint: str = ""
+    target_name: str = ""
+    chat_template_hash: str = ""
+
+    def __post_init__(self):
+        _require(self.block_size >= 1, "drafter block_size", self.block_size, "use K >= 1")
+        _require(self.decoder.num_layers == 1, "drafter num_layers", self.decoder.num_layers, "EAGLE-3 has one layer")
+        _check_taps(self.tapped_layers, self.target_layers)
 
 
 def drafter_config_to_dict(config: DrafterConfig) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def prefill(
         ids = jax.lax.dynamic_slice_in_dim(state.tokens, offset, chunk, axis=1)
         output = target(params, ids, cache, with_logits=False)
         count = jnp.clip(reads - offset, 0, chunk)
-        observed = observer.commit(observer_params, observed, output, count)
+        observed = observer.commit(observer_params, observed, output, count, state.tokens)
         return offset + chunk, kv_cache.append(cache, output.block, count), observed
 
     _, cache, observed = jax.lax.while_loop(
@@ -262,7 +262,7 @@ def commit_stage(
         failed=failed,
         schedule=cycle.policy.update(state.schedule, feedback),
         cache=kv_cache.append(state.cache, output.block, count),
-        drafter=cycle.drafter.commit(drafter_params, state.drafter, output, count),
+        drafter=cycle.drafter.commit(drafter_params, state.drafter, output, count, tokens),
         cycle=state.cycle + 1,
         accepted=jax.lax.dynamic_update_slice(state.accepted, count[:, None], (0, state.cycle)),
         verified=jax.lax.dynamic_update_slice(state.verified, verify_len[:, None], (0, state.cycle)),
@@ -318,7 +318,7 @@ def autoregressive_loop(
             done=done,
             failed=failed,
             cache=kv_cache.append(state.cache, output.block, count),
-            drafter=observer.commit(observer_params, state.drafter, output, count),
+            drafter=observer.commit(observer_params, state.drafter, output, count, tokens),
             cycle=state.cycle + 1,
             accepted=jax.lax.dynamic_update_slice(state.accepted, count[:, None], (0, state.cycle)),
         )

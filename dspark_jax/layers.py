@@ -7,7 +7,7 @@ not care about rows; only attention does. They come in two layouts, chosen once 
                  XLA then reads each of them about once, however few the tokens.
   token_major    [n, D]: x @ weight^T, the usual form on accelerators.
 
-Only the five functions at the top of this file know the difference. Weights are [out, in], as Hugging Face stores
+Only the six functions at the top of this file know the difference. Weights are [out, in], as Hugging Face stores
 them; queries, keys and values share one matrix, and so do gate and up: fewer, larger reads.
 """
 
@@ -64,6 +64,11 @@ def split_features(x: jax.Array, sizes: tuple[int, ...], layout: Layout) -> list
     """Splits activations along their features into pieces of the given sizes."""
     bounds = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
     return jnp.split(x, bounds, axis=0 if layout == "feature_major" else 1)
+
+
+def join_features(first: jax.Array, second: jax.Array, layout: Layout) -> jax.Array:
+    """Puts two activations of the same tokens beside each other."""
+    return jnp.concatenate([first, second], axis=0 if layout == "feature_major" else 1)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axis: int = -1) -> jax.Array:
@@ -154,9 +159,9 @@ def attend(
       context_keys: [B, G, S, H].
       context_values: [B, G, S, H].
       visible: [B, A] int32; block a sees context slots < visible.
-      block_keys: [B, A, K, G, H].
-      block_values: [B, A, K, G, H].
-      block_mask: [K, K] bool, query i sees key j of its own block.
+      block_keys: [B, A, J, G, H].
+      block_values: [B, A, J, G, H].
+      block_mask: [K, J] bool, query i sees key j of its own block.
 
     Returns:
       [B, A, K, N, H].
@@ -164,7 +169,8 @@ def attend(
     batch, blocks, size, heads, dim = queries.shape
     groups, slots = context_keys.shape[1:3]
     ratio, exact = heads // groups, product_precision()
-    if blocks * size == 1 and batch > 4:
+    own = block_keys.shape[2]
+    if blocks * size * own == 1 and batch > 4:
         return _attend_single(queries, context_keys, context_values, visible, block_keys, block_values)
     grouped = queries.reshape(batch, blocks, size, groups, ratio, dim)
     grouped = jnp.transpose(grouped, (0, 3, 1, 4, 2, 5))  # [B, G, A, N/G, K, H]
@@ -177,7 +183,7 @@ def attend(
     keys = jnp.transpose(block_keys, (0, 3, 1, 2, 4))  # [B, G, A, K, H]
     values = jnp.transpose(block_values, (0, 3, 1, 2, 4))
     to_block = jnp.einsum("bgarkh,bgajh->bgarkj", grouped, keys, preferred_element_type=jnp.float32, precision=exact)
-    to_block = jnp.where(block_mask, to_block * scale, MASKED).reshape(batch, groups, blocks, ratio * size, size)
+    to_block = jnp.where(block_mask, to_block * scale, MASKED).reshape(batch, groups, blocks, ratio * size, own)
 
     # One softmax over both parts, without concatenating them: shared maximum, shared sum.
     top = jnp.maximum(to_context.max(-1, keepdims=True), to_block.max(-1, keepdims=True))
@@ -252,18 +258,27 @@ def attention_spread(
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE and optional QK norm, over explicit context keys and values."""
+    """Grouped-query attention with RoPE and optional QK norm, over explicit context keys and values.
+
+    Attributes:
+      config: the body's shape.
+      layout: layout of the activations.
+      dtype: dtype of the weights.
+      features_in: size of the activations that come in; 0 = the body's width.
+    """
 
     config: DecoderConfig
     layout: Layout
     dtype: jnp.dtype = jnp.float32
+    features_in: int = 0
 
     def setup(self):
         """Declares the parameters."""
         c = self.config
         self.query_size = c.num_heads * c.head_dim
         self.kv_size = c.num_kv_heads * c.head_dim
-        self.qkv = Linear(self.query_size + 2 * self.kv_size, c.width, self.layout, dtype=self.dtype)
+        features_in = self.features_in or c.width
+        self.qkv = Linear(self.query_size + 2 * self.kv_size, features_in, self.layout, dtype=self.dtype)
         self.o = Linear(c.width, self.query_size, self.layout, dtype=self.dtype)
         if c.qk_norm:
             self.q_norm = self.param("q_norm", nn.initializers.ones, (c.head_dim,), self.dtype)

@@ -104,7 +104,7 @@ def draft_step(target: Target, drafter: generation.LoadedDrafter, slots: int, st
             tokens = jax.lax.dynamic_update_slice(tokens, draft.token_ids[:, -1:], (0, slots // 2 - 1))
             # Nothing moves on and the features stay what they are, but XLA must not know it.
             seen = TargetOutput(None, features + 1e-30 * total, features[:, :, 0], BlockKV((), ()))
-            return tokens, total, inner.commit(params, state, seen, jnp.minimum(tokens[:, 0], 0))
+            return tokens, total, inner.commit(params, state, seen, jnp.minimum(tokens[:, 0], 0), tokens)
 
         return jax.lax.fori_loop(0, steps, body, (tokens, jnp.zeros(()), state))[:2]
 

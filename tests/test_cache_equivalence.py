@@ -48,8 +48,8 @@ class Scripted:
         ids = jnp.take_along_axis(params["script"], place, axis=1)
         return Draft(ids, None, None, jnp.full(length.shape, SIZE, jnp.int32))
 
-    def commit(self, params, state, output, count):
-        return self.inner.commit(params["inner"], state, output, count)
+    def commit(self, params, state, output, count, tokens):
+        return self.inner.commit(params["inner"], state, output, count, tokens)
 
 
 @pytest.fixture(scope="module")

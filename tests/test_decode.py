@@ -44,8 +44,8 @@ class ScriptedDrafter:
             token_ids=take(params["script"]), logits=None, confidence_logits=take(params["confidence"]), length=full
         )
 
-    def commit(self, params, state, output, count):
-        del params, output, count
+    def commit(self, params, state, output, count, tokens):
+        del params, output, count, tokens
         return state
 
 

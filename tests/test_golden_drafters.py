@@ -32,8 +32,8 @@ def load(golden, head):
 
 
 def test_every_trace_is_compared(golden):
-    found = {(p.parent.name.removeprefix("draft_qwen3_"), p.stem[-3:]) for p in golden.glob("draft_*/greedy_*.json")}
-    assert found == set(TRACES)
+    paths = [p for p in golden.glob("draft_*/greedy_*.json") if "eagle3" not in p.parent.name]  # a test of its own
+    assert {(p.parent.name.removeprefix("draft_qwen3_"), p.stem[-3:]) for p in paths} == set(TRACES)
 
 
 @pytest.mark.parametrize("layout", ["feature_major", "token_major"])

@@ -69,9 +69,9 @@ class Recorder:
             steps=jnp.zeros((), jnp.int32),
         )
 
-    def commit(self, params: Any, state: Recording, output: TargetOutput, count: jax.Array) -> Recording:
+    def commit(self, params: Any, state: Recording, output: TargetOutput, count: jax.Array, tokens) -> Recording:
         """Writes one call's outputs; see `drafters.base.Observer`."""
-        del params
+        del params, tokens
         if output.last_hidden.shape[1] > 1:  # a prefill chunk
             return dataclasses.replace(
                 state,

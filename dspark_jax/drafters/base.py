@@ -16,7 +16,7 @@ from dspark_jax.records import Draft, Params, Sampler, TargetOutput
 class Observer(Protocol):
     """Sees the target's outputs for every token that becomes part of the context. Frozen and hashable."""
 
-    def commit(self, params: Params, state: Any, output: TargetOutput, count: jax.Array) -> Any:
+    def commit(self, params: Params, state: Any, output: TargetOutput, count: jax.Array, tokens: jax.Array) -> Any:
         """Takes in the target's outputs for tokens that are now part of the context.
 
         Args:
@@ -24,6 +24,7 @@ class Observer(Protocol):
           state: its state.
           output: the target's outputs for the T tokens per row that it just read.
           count: [B] in 0..T, how many of them count.
+          tokens: [B, S], committed tokens of each row, the one after the last that counts included.
 
         Returns:
           The new state.
@@ -35,9 +36,9 @@ class Observer(Protocol):
 class NoObserver:
     """Looks away: the observer of plain autoregressive decoding."""
 
-    def commit(self, params: Params, state: Any, output: TargetOutput, count: jax.Array) -> Any:
+    def commit(self, params: Params, state: Any, output: TargetOutput, count: jax.Array, tokens: jax.Array) -> Any:
         """Returns the state as it is."""
-        del params, output, count
+        del params, output, count, tokens
         return state
 
 

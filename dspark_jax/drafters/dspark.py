@@ -286,8 +286,9 @@ class DSparkDrafter:
         )
         return cast("Draft", draft)
 
-    def commit(self, params, state, output, count) -> KVCache:
+    def commit(self, params, state, output, count, tokens) -> KVCache:
         """Projects features into the context; see `base.Observer.commit`."""
+        del tokens
         positions = state.length[:, None] + jnp.arange(output.features.shape[1])
         block = self.model.apply({"params": params["model"]}, output.features, positions, method="project_context")
         return kv_cache.append(state, cast("BlockKV", block), count)

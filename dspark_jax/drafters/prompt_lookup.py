@@ -62,7 +62,7 @@ class PromptLookupDrafter:
         block, count = jax.vmap(row)(tokens, length)
         return Draft(token_ids=block, logits=None, confidence_logits=None, length=count)
 
-    def commit(self, params, state, output, count) -> tuple[()]:
+    def commit(self, params, state, output, count, tokens) -> tuple[()]:
         """Needs nothing from the target."""
-        del params, output, count
+        del params, output, count, tokens
         return state
