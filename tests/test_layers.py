@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import layers
+from dspark_jax import attention, layers, rope
 from dspark_jax.config import DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIG = DecoderConfig("qwen3", 40, 24, 40, 1, 6, 2, 8, 1e4, 1e-6, True, False, 128)
+FREQUENCY = rope.inverse_frequencies(8, 1e4)
 
 
 def attention_inputs(seed: int, batch: int, blocks: int, size: int, slots: int):
@@ -54,7 +55,7 @@ def naive_attention(queries, context_keys, context_values, visible, block_keys, 
 def test_attention(batch, blocks, size, causal):
     inputs = attention_inputs(batch + blocks, batch, blocks, size, 11)
     mask = np.tril(np.ones((size, size), bool)) if causal else np.ones((size, size), bool)
-    ours = jax.jit(layers.attend)(*inputs, mask)
+    ours = jax.jit(attention.attend)(*inputs, mask)
     # Float32 sums of at most 16 terms of order 1.
     np.testing.assert_allclose(ours, naive_attention(*inputs, mask), atol=5e-6, rtol=0)
 
@@ -63,7 +64,7 @@ def test_one_token_path_equals_the_general_path():
     """More than four rows take the multiply-and-sum form; four at a time take the general one."""
     inputs = attention_inputs(5, 8, 1, 1, 17)
     mask = np.ones((1, 1), bool)
-    attend = jax.jit(layers.attend)
+    attend = jax.jit(attention.attend)
     together = attend(*inputs, mask)
     apart = np.concatenate([attend(*(x[i : i + 4] for x in inputs), mask) for i in (0, 4)])
     np.testing.assert_allclose(together, apart, atol=2e-6, rtol=0)  # the same float32 sums in another order
@@ -73,7 +74,7 @@ def test_one_token_path_equals_the_general_path():
 def test_slots_beyond_the_visible_are_never_read(batch):
     queries, keys, values, visible, own_keys, own_values = attention_inputs(1, batch, 1, 1, 9)
     mask = np.ones((1, 1), bool)
-    attend = jax.jit(layers.attend)
+    attend = jax.jit(attention.attend)
     before = attend(queries, keys, values, visible, own_keys, own_values, mask)
     hidden = np.arange(9) >= visible[:, :, None]  # [B, 1, S]
     garbage = np.where(hidden[..., None], np.float32(1e4), 0)
@@ -88,7 +89,7 @@ def test_rope_is_a_rotation_of_pairs():
     pairs = x[..., :4].astype(np.complex128) + 1j * x[..., 4:]
     angle = positions[:, :, None, None] * 1e4 ** (-np.arange(4) / 4)
     turned = pairs * np.exp(1j * angle)
-    ours = layers.rope(jnp.asarray(x), jnp.asarray(positions), 1e4)
+    ours = rope.rotate(jnp.asarray(x), jnp.asarray(positions), FREQUENCY)
     # A float32 angle of 511 radians is off by up to 3e-5.
     np.testing.assert_allclose(ours, np.concatenate([turned.real, turned.imag], -1), atol=1e-4, rtol=0)
 
@@ -97,7 +98,7 @@ def test_rope_scores_depend_on_the_distance_alone():
     rng = np.random.default_rng(1)
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 8)), jnp.float32) for _ in range(2))
     score = lambda i, j: float(  # noqa: E731
-        jnp.sum(layers.rope(q, jnp.full((1, 1), i), 1e4) * layers.rope(k, jnp.full((1, 1), j), 1e4))
+        jnp.sum(rope.rotate(q, jnp.full((1, 1), i), FREQUENCY) * rope.rotate(k, jnp.full((1, 1), j), FREQUENCY))
     )
     assert score(3, 0) == pytest.approx(score(103, 100), abs=1e-4)  # float32 angles
     assert abs(score(3, 0) - score(4, 0)) > 1e-2
@@ -106,7 +107,7 @@ def test_rope_scores_depend_on_the_distance_alone():
 def test_rope_angles_are_float32_in_bfloat16():
     """Positions 256 and 257 are the same number in bfloat16; their rotations must differ."""
     x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
-    turned = np.asarray(layers.rope(x, jnp.asarray([[256, 257]]), 1e4), np.float32)
+    turned = np.asarray(rope.rotate(x, jnp.asarray([[256, 257]]), FREQUENCY), np.float32)
     assert np.abs(turned[0, 0] - turned[0, 1]).max() > 0.1
 
 
