@@ -29,20 +29,24 @@ def attention_inputs(seed: int, batch: int, blocks: int, size: int, slots: int):
     )
 
 
-def naive_attention(queries, context_keys, context_values, visible, block_keys, block_values, block_mask):
+def naive_attention(
+    queries, context_keys, context_values, visible, block_keys, block_values, block_mask, scale=8**-0.5, window=10**6
+):
     """One query at a time: softmax over what it sees, in float64."""
     mixed = np.zeros(queries.shape, np.float64)
     for b, a, i, n in np.ndindex(queries.shape[:4]):
         group = n // (queries.shape[3] // context_keys.shape[1])
-        seen = np.flatnonzero(block_mask[i])
-        keys = np.concatenate([context_keys[b, group, : visible[b, a]], block_keys[b, a, seen, group]])
-        values = np.concatenate([context_values[b, group, : visible[b, a]], block_values[b, a, seen, group]])
-        scores = keys.astype(np.float64) @ queries[b, a, i, n] / np.sqrt(queries.shape[-1])
+        seen = np.array([j for j in np.flatnonzero(block_mask[i]) if i - j < window])
+        context = slice(max(visible[b, a] + i - window + 1, 0), visible[b, a])
+        keys = np.concatenate([context_keys[b, group, context], block_keys[b, a, seen, group]])
+        values = np.concatenate([context_values[b, group, context], block_values[b, a, seen, group]])
+        scores = keys.astype(np.float64) @ queries[b, a, i, n] * scale
         weights = np.exp(scores - scores.max())
         mixed[b, a, i, n] = weights / weights.sum() @ values
     return mixed
 
 
+@pytest.mark.parametrize("options", [(), (0.5, 3)], ids=["plain", "scale and window"])
 @pytest.mark.parametrize(
     ("batch", "blocks", "size", "causal"),
     [
@@ -52,12 +56,19 @@ def naive_attention(queries, context_keys, context_values, visible, block_keys, 
         (6, 1, 1, True),  # one token of many rows, the path of its own
     ],
 )
-def test_attention(batch, blocks, size, causal):
+def test_attention(batch, blocks, size, causal, options):
     inputs = attention_inputs(batch + blocks, batch, blocks, size, 11)
     mask = np.tril(np.ones((size, size), bool)) if causal else np.ones((size, size), bool)
-    ours = jax.jit(attention.attend)(*inputs, mask)
+    ours = jax.jit(attention.attend, static_argnums=(7, 8))(*inputs, mask, *options)
     # Float32 sums of at most 16 terms of order 1.
-    np.testing.assert_allclose(ours, naive_attention(*inputs, mask), atol=5e-6, rtol=0)
+    np.testing.assert_allclose(ours, naive_attention(*inputs, mask, *options), atol=5e-6, rtol=0)
+
+
+def test_spread_of_windows():
+    """Nothing to choose from is 0, equal weights are 1: over a window of 3, and over what there is at the start."""
+    queries, keys, _, _, own, _ = attention_inputs(2, 2, 1, 4, 9)
+    spread = attention.attention_spread(0 * queries[:, 0], keys, jnp.asarray([0, 5]), own[:, 0], window=3)
+    np.testing.assert_allclose(spread, [[0, 1, 1, 1], [1, 1, 1, 1]], atol=1e-6)
 
 
 def test_one_token_path_equals_the_general_path():
@@ -119,10 +130,32 @@ def test_rms_norm():
     np.testing.assert_allclose(layers.rms_norm(x.T, scale, 1e-6, axis=0), expected.T, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("qk_norm", [True, False])
-def test_layouts_are_equal(qk_norm):
+GEMMA4 = dataclasses.replace(
+    CONFIG,
+    qk_norm=True,
+    keys_as_values=True,
+    value_norm=True,
+    sandwich_norms=True,
+    layer_scalar=True,
+    attention_scale=1.0,
+    rope_share=0.5,
+    activation="gelu_tanh",
+)
+GEMMA3 = dataclasses.replace(
+    CONFIG, sliding_layers=(0,), sliding_window=2, norm_plus_one=True, sandwich_norms=True, activation="gelu_tanh"
+)
+BODIES = {
+    "qwen3": CONFIG,
+    "llama": dataclasses.replace(CONFIG, qk_norm=False),
+    "qwen2": dataclasses.replace(CONFIG, qk_norm=False, qkv_bias=True),
+    "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
+}
+
+
+@pytest.mark.parametrize("config", BODIES.values(), ids=BODIES)
+def test_layouts_are_equal(config):
     """A whole decoder layer and its injected context, feature-major and token-major, with the same weights."""
-    config = dataclasses.replace(CONFIG, qk_norm=qk_norm)
     rng = np.random.default_rng(4)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     x, keys, values = draw(2 * 2 * 3, config.width), draw(2, 2, 7, 8), draw(2, 2, 7, 8)
@@ -154,18 +187,22 @@ def test_layouts_are_equal(qk_norm):
     )
 
 
-def test_injected_context_is_what_the_layer_itself_would_cache():
+@pytest.mark.parametrize("config", BODIES.values(), ids=BODIES)
+def test_injected_context_is_what_the_layer_itself_would_cache(config):
     """`project_context` of normed activations gives the keys and values that the layer computes for them."""
-    layer = layers.DecoderLayer(CONFIG, "token_major")
+    layer = layers.DecoderLayer(config, "token_major")
     rng = np.random.default_rng(6)
     x = jnp.asarray(rng.standard_normal((5, CONFIG.width)), jnp.float32)
     positions = jnp.arange(5)[None]
     empty = jnp.zeros((1, 2, 1, 8))
     arguments = (positions[:, None], empty, empty, jnp.zeros((1, 1), jnp.int32), jnp.tril(jnp.ones((5, 5), bool)))
     params = jax.jit(layer.init)(jax.random.key(0), x, *arguments)
-    normed = layers.rms_norm(x, params["params"]["input_norm"]["weight"], CONFIG.norm_eps)
+    params = jax.tree.map(lambda w: w + 0.3 * jnp.asarray(rng.standard_normal(w.shape), jnp.float32), params)
+    scale = params["params"]["input_norm"]["weight"]
+    normed = layers.rms_norm(x, scale, config.norm_eps, plus_one=config.norm_plus_one)
     _, k, v = jax.jit(layer.apply)(params, x, *arguments)
     context = jax.jit(lambda p, x: layer.apply(p, x, positions, method="project_context"))
     keys, values = context(params, normed)
-    np.testing.assert_allclose(keys, jnp.transpose(k, (0, 2, 1, 3)), atol=1e-6)  # one product or a third of it
-    np.testing.assert_allclose(values, jnp.transpose(v, (0, 2, 1, 3)), atol=1e-6)
+    # One product or a third of it; values are of order 1.
+    np.testing.assert_allclose(keys, jnp.transpose(k, (0, 2, 1, 3)), atol=1e-5)
+    np.testing.assert_allclose(values, jnp.transpose(v, (0, 2, 1, 3)), atol=1e-5)

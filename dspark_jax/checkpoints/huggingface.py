@@ -1,9 +1,9 @@
-"""Hugging Face folders and hub ids of the llama and qwen3 families."""
+"""Hugging Face folders and hub ids: config, safetensors and tokenizer of a target."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import huggingface_hub.errors
 import numpy as np
 import safetensors
 
+from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf, is_wrapper
 from dspark_jax.checkpoints.target_files import (
     CheckpointError,
     LazyTensors,
@@ -20,60 +21,28 @@ from dspark_jax.checkpoints.target_files import (
     check_tokenizer,
     expected_tensors,
 )
-from dspark_jax.config import ConfigError, DecoderConfig
 from dspark_jax.text import TextError, Tokenizer, tokenizer_from_folder
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
 
+# Where multimodal models keep their language model, now and before; the rest of them is not read.
+_LANGUAGE_MODEL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_MODALITIES = ("vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio")
 
-def decoder_config_from_hf(values: Mapping[str, Any]) -> DecoderConfig:
-    """Returns the config that a Hugging Face `config.json` describes.
 
-    Fields that a file leaves out have the default of its model type. The base of the rotary frequencies is read
-    from `rope_theta` and from the newer `rope_parameters`.
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is stored: file, name in it, shape and type of the header."""
 
-    Raises:
-      CheckpointError: a model type or feature that is not supported, or a missing field; it is named with its value.
-    """
-    family = values.get("model_type")
-    architectures = values.get("architectures") or []
-    if family not in _ARCHITECTURES or any(name != _ARCHITECTURES[family] for name in architectures):
-        supported = ", ".join(f"{kind} ({name})" for kind, name in _ARCHITECTURES.items())
-        raise CheckpointError(
-            f"model_type = {family!r} with architectures = {architectures!r} is not supported;"
-            f" supported are {supported}"
-        )
-    _refuse_features(values)
-
-    def field(key: str, default: Any = None) -> Any:
-        value = values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(f"{key} = {value!r}: the config must give a number; complete its config.json")
-        return value
-
-    width, num_heads = field("hidden_size"), field("num_attention_heads")
-    qwen3 = family == "qwen3"
-    try:
-        return DecoderConfig(
-            family=family,
-            vocab_size=field("vocab_size"),
-            width=width,
-            mlp_width=field("intermediate_size"),
-            num_layers=field("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=field("num_key_value_heads", num_heads),
-            head_dim=field("head_dim", 128 if qwen3 else width // max(num_heads, 1)),
-            rope_theta=_rope_theta(values),
-            norm_eps=float(field("rms_norm_eps", 1e-6)),
-            qk_norm=qwen3,
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-            max_positions=field("max_position_embeddings", 32768 if qwen3 else 2048),
-        )
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str
 
 
 def read_folder(path: str | Path) -> TargetFiles:
@@ -92,15 +61,16 @@ def read_folder(path: str | Path) -> TargetFiles:
         config = decoder_config_from_hf(values)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    files, shapes = _find_tensors(folder)
+    stored = _language_model(_find_tensors(folder), is_wrapper(values))
     expected = expected_tensors(config)
-    check_tensors(shapes, expected, str(folder))
+    check_tensors({name: tensor.shape for name, tensor in stored.items()}, expected, str(folder))
     tokenizer = _read_tokenizer(folder)
     check_tokenizer(tokenizer, config, str(folder))
 
     def read(name: str) -> np.ndarray:
-        with _open(files[name]) as tensors:
-            return tensors.get_tensor(name)
+        # Opened for each tensor: what is mapped into memory counts as the process's own until the file is closed.
+        with _open(stored[name].file) as tensors:
+            return tensors.get_tensor(stored[name].name)
 
     return TargetFiles(config, LazyTensors(expected, read), tokenizer, folder.resolve().name)
 
@@ -137,66 +107,14 @@ def download(model_id: str) -> Path:
         ) from error
 
 
-# --- config --------------------------------------------------------------------------------------
-
-
-def _refuse_features(values: Mapping[str, Any]) -> None:
-    """Refuses what would change the output and is not implemented."""
-    for key, accepted in {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "partial_rotary_factor": (1.0,),
-        "quantization_config": (),
-    }.items():
-        value = values.get(key)
-        if value is not None and value not in accepted:
-            only = f"only {accepted[0]!r} is" if accepted else "only unquantised weights are"
-            raise CheckpointError(f"{key} = {value!r} is not supported, {only}; use a model without it")
-    layer_types = values.get("layer_types")
-    others = sorted(set(layer_types or ()) - {"full_attention"})
-    if others:
-        raise CheckpointError(
-            f"layer_types with {', '.join(map(repr, others))} (sliding_window = {values.get('sliding_window')!r})"
-            " is not supported, only 'full_attention' is; use a model without it"
-        )
-    # Without layer_types, Qwen3 slides from layer max_window_layers on.
-    if layer_types is None and values.get("use_sliding_window") and values.get("sliding_window") is not None:
-        first = values.get("max_window_layers", 28)
-        if first < values.get("num_hidden_layers", 0):
-            raise CheckpointError(
-                f"sliding_window = {values['sliding_window']!r} from layer {first} on is not supported;"
-                " use a model without it"
-            )
-
-
-def _rope_theta(values: Mapping[str, Any]) -> float:
-    """Returns the base of the rotary frequencies from either dialect, refusing scaled ones."""
-    thetas = [values.get("rope_theta")]
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = values.get(key)
-        if rope is None:
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else None
-        nested = isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values())
-        if kind != "default" or nested or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{key} = {rope!r} is not supported, only rope_type 'default' is; use another model")
-        thetas.append(rope.get("rope_theta"))
-    given = {float(theta) for theta in thetas if theta is not None}
-    if len(given) > 1:
-        raise CheckpointError(f"rope_theta is given as {' and as '.join(map(str, sorted(given)))}: keep the right one")
-    return given.pop() if given else 10000.0
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _find_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Returns the file and the shape of each tensor, from the files' headers only."""
+def _find_tensors(folder: Path) -> list[_Stored]:
+    """Returns what a folder stores, from the files' headers only."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        shapes = _read_shapes(single)
-        return dict.fromkeys(shapes, single), shapes
+        return _read_header(single)
     if not index.is_file():
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:20])
         raise CheckpointError(
@@ -206,12 +124,32 @@ def _find_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, .
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map = {weight_map!r}, expected file names by tensor; fetch it again")
-    files = {name: folder / file for name, file in weight_map.items()}
-    in_shard = {file: _read_shapes(file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if name not in in_shard[file]:
-            raise CheckpointError(f"{index} puts {name} into {file.name}, which doesn't hold it; fetch both again")
-    return files, {name: in_shard[file][name] for name, file in files.items()}
+    shards = {
+        file: {tensor.name: tensor for tensor in _read_header(folder / file)} for file in set(weight_map.values())
+    }
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            raise CheckpointError(f"{index} puts {name} into {file}, which doesn't hold it; fetch both again")
+    return [shards[file][name] for name, file in weight_map.items()]
+
+
+def _language_model(found: list[_Stored], wrapper: bool) -> dict[str, _Stored]:
+    """Returns the tensors of the language model under the names that it has by itself, refusing quantised ones."""
+    tensors = {}
+    for tensor in found:
+        name = tensor.name
+        if wrapper and name.removeprefix("model.").startswith(_OTHER_MODALITIES):
+            continue
+        for prefix, own in _LANGUAGE_MODEL.items():
+            if name.startswith(prefix):
+                name = own + name.removeprefix(prefix)
+        if tensor.kind not in _FLOAT_TYPES:
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} has type {tensor.kind}, only {', '.join(_FLOAT_TYPES)} are supported;"
+                " use the unquantised weights"
+            )
+        tensors[name] = tensor
+    return tensors
 
 
 def _open(file: Path) -> Any:
@@ -223,20 +161,10 @@ def _open(file: Path) -> Any:
         raise CheckpointError(f"{file} is not a whole safetensors file ({error}): fetch it again") from error
 
 
-def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes in a file's header, refusing types that are not plain floats."""
-    shapes = {}
+def _read_header(file: Path) -> list[_Stored]:
     with _open(file) as tensors:
-        names = tensors.keys()
-        for name in names:
-            view = tensors.get_slice(name)
-            if view.get_dtype() not in _FLOAT_TYPES:
-                raise CheckpointError(
-                    f"{file}: {name} has type {view.get_dtype()}, only {', '.join(_FLOAT_TYPES)} are supported;"
-                    " use the unquantised weights"
-                )
-            shapes[name] = tuple(view.get_shape())
-    return shapes
+        views = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+        return [_Stored(file, name, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()]
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer | None:
