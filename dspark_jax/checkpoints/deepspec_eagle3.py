@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.checkpoints.huggingface import decoder_config_from_hf
+from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.checkpoints.target_params import layer_params, split_layer_params
 from dspark_jax.config import Eagle3Config

@@ -27,7 +27,7 @@ from dspark_jax.checkpoints.drafter_files import (
     expected_drafter_tensors,
     params_from_tensors,
 )
-from dspark_jax.checkpoints.huggingface import decoder_config_from_hf
+from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf
 from dspark_jax.checkpoints.safetensors_files import StoredTensor, check_types, find_tensors, read_json
 from dspark_jax.checkpoints.target_files import CheckpointError, LazyTensors, TargetFiles
 from dspark_jax.config import ConfigError, DecoderConfig, DrafterConfig

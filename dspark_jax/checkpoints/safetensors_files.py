@@ -39,6 +39,7 @@ class StoredTensor:
         Raises:
           CheckpointError: the file is missing or damaged.
         """
+        # Opened for each tensor: what is mapped into memory counts as the process's own until the file is closed.
         with open_file(self.file) as tensors:
             return tensors.get_tensor(self.name)
 
