@@ -333,6 +333,11 @@ class Eagle3Config:
     target_name: str = ""
     chat_template_hash: str = ""
 
+    @property
+    def confidence_head(self) -> bool:
+        """It has none."""
+        return False
+
     def __post_init__(self):
         _require(self.block_size >= 1, "drafter block_size", self.block_size, "use K >= 1")
         _require(self.decoder.num_layers == 1, "drafter num_layers", self.decoder.num_layers, "EAGLE-3 has one layer")

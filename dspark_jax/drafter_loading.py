@@ -12,8 +12,9 @@ import numpy as np
 from dspark_jax.checkpoints.drafter_files import EMBED, DrafterFiles, check_target
 from dspark_jax.checkpoints.drafter_formats import read_drafter_files
 from dspark_jax.checkpoints.target_files import CheckpointError
-from dspark_jax.config import ConfigError, DrafterConfig
+from dspark_jax.config import ConfigError, DrafterConfig, Eagle3Config
 from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, shared_weights
+from dspark_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Model
 from dspark_jax.drafters.prompt_lookup import PromptLookupDrafter
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
@@ -50,8 +51,16 @@ def load_drafter(
     check_target(config, target, force)
     _check_copies(files, target)
     size = check_block_size(config, block_size)
-    model = DSparkModel(config, target.layout, target.dtype)
-    drafter = DSparkDrafter(model, size, draft_sampling, candidates)
+    if isinstance(config, Eagle3Config):
+        if draft_sampling != "sample" or candidates:
+            raise ConfigError(
+                f"draft_sampling = {draft_sampling!r}, candidates = {candidates}: EAGLE-3 drafters know 'sample' and 0"
+            )
+        model = Eagle3Model(config, target.layout, target.dtype)
+        drafter, name = Eagle3Drafter(model, size), "eagle3"
+    else:
+        model = DSparkModel(config, target.layout, target.dtype)
+        drafter, name = DSparkDrafter(model, size, draft_sampling, candidates), "dspark"
     params = files.params(target.dtype)
     shared = shared_weights(target.params, None if files.vocab is None else jnp.asarray(files.vocab))
     expected = jax.eval_shape(
@@ -66,7 +75,7 @@ def load_drafter(
     if shapes(expected) != shapes(params):
         wrong = sorted(set(shapes(expected).items()) ^ set(shapes(params).items()))
         raise CheckpointError(f"{files.name}: the weights don't fit its config: {wrong}")
-    return LoadedDrafter(drafter, {"model": params, "shared": shared}, "dspark")
+    return LoadedDrafter(drafter, {"model": params, "shared": shared}, name)
 
 
 def _check_copies(files: DrafterFiles, target: Target) -> None:
@@ -91,7 +100,7 @@ def _check_copies(files: DrafterFiles, target: Target) -> None:
             )
 
 
-def check_block_size(config: DrafterConfig, block_size: int) -> int:
+def check_block_size(config: DrafterConfig | Eagle3Config, block_size: int) -> int:
     """Returns the block size to decode with, at most the trained one."""
     if not 0 <= block_size <= config.block_size:
         raise ConfigError(

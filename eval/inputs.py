@@ -23,6 +23,7 @@ from dspark_jax.checkpoints.load import is_hub_id
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.drafter_loading import check_block_size, load_drafter, prompt_lookup
 from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.drafters.eagle3 import Eagle3Drafter
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.scheduler import Policy
 
@@ -162,10 +163,10 @@ def read_methods(values: flags.FlagValues, recipe: config.RecipeConfig) -> Calla
         loaded = load_drafter(
             values.drafter, target, draft_sampling=decode.draft_sampling, candidates=decode.candidates
         )
-        assert isinstance(loaded.drafter, DSparkDrafter)
+        assert isinstance(loaded.drafter, DSparkDrafter | Eagle3Drafter)
         for size in sizes:
             cut = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, block_size=size))
-            methods.extend(Method(f"dspark K={size} {label}", cut, policies[label]) for label in policies)
+            methods.extend(Method(f"{loaded.name} K={size} {label}", cut, policies[label]) for label in policies)
         return methods
 
     return load

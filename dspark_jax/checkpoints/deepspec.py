@@ -1,7 +1,8 @@
-"""DeepSpec drafters, published as `dspark_*` and `dflash_*`: Qwen3 layers, copies of the target's embedding and head.
+"""DeepSpec drafters (`dspark_*`, `dflash_*`): Qwen3 or Gemma 4 layers, copies of the target's embedding and head.
 
-The class `Qwen3DSparkModel` predicts from the anchor's slot on, with or without a sequential head (`markov_rank` 0 is
-DFlash's parallel drafter, trained in DSpark's layout). The whole vocabulary is drafted.
+The classes `Qwen3DSparkModel` and `Gemma4DSparkModel` predict from the anchor's slot on, with or without a sequential
+head (`markov_rank` 0 is DFlash's parallel drafter, trained in DSpark's layout). The whole vocabulary is drafted.
+`Qwen3Eagle3Model` is read too (`deepspec_eagle3`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.checkpoints import drafter_folder
+from dspark_jax.checkpoints import deepspec_eagle3, drafter_folder
 from dspark_jax.checkpoints.drafter_files import DrafterFiles
 from dspark_jax.checkpoints.drafter_folder import required
+from dspark_jax.checkpoints.safetensors_files import read_json
 from dspark_jax.checkpoints.target_files import CheckpointError, TargetFiles
 from dspark_jax.config import DrafterConfig
 
 FORMAT = "deepspec"
-ARCHITECTURE = "Qwen3DSparkModel"
+ARCHITECTURES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}  # and their model_type
 
 
 def read_config(values: Mapping[str, Any]) -> DrafterConfig:
@@ -27,8 +29,8 @@ def read_config(values: Mapping[str, Any]) -> DrafterConfig:
       CheckpointError: another architecture, or a field that is missing, wrong or not supported.
     """
     architectures = values.get("architectures")
-    if architectures != [ARCHITECTURE]:
-        raise CheckpointError(f"architectures = {architectures!r}: of DeepSpec's drafters {ARCHITECTURE} is supported")
+    if architectures not in [[name] for name in ARCHITECTURES]:
+        raise CheckpointError(f"architectures = {architectures!r}: supported are {', '.join(ARCHITECTURES)}")
     rank = required(values, "markov_rank", "integer")
     confidence = required(values, "enable_confidence_head", "bool")
     known = drafter_folder.travelling(values)
@@ -36,7 +38,7 @@ def read_config(values: Mapping[str, Any]) -> DrafterConfig:
         known["target_name"] = str(values["target_model_name_or_path"])
     known["target_layers"] = required(values, "num_target_layers", "integer")
     return DrafterConfig(
-        decoder=drafter_folder.body_from_values(values),
+        decoder=drafter_folder.body_from_values(values, ARCHITECTURES[architectures[0]]),
         block_size=required(values, "block_size", "integer"),
         tapped_layers=tuple(required(values, "target_layer_ids", "integers")),
         mask_token_id=required(values, "mask_token_id", "integer"),
@@ -68,9 +70,10 @@ def write_config(config: DrafterConfig) -> dict[str, Any]:
     if not config.target_layers:
         raise CheckpointError("the number of the target's layers is unknown: name the target (--target)")
     head = config.sequential_head
+    architecture = "Gemma4DSparkModel" if config.decoder.family == "gemma4" else "Qwen3DSparkModel"
     return {
         **drafter_folder.body_to_values(config.decoder),
-        "architectures": [ARCHITECTURE],
+        "architectures": [architecture],
         "num_target_layers": config.target_layers,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -85,6 +88,9 @@ def write_config(config: DrafterConfig) -> dict[str, Any]:
 
 def read_folder(path: str | Path) -> DrafterFiles:
     """Reads a DeepSpec folder; see `drafter_folder.read_folder`."""
+    values = read_json(Path(path) / "config.json")
+    if values.get("architectures") == [deepspec_eagle3.ARCHITECTURE]:
+        return drafter_folder.read_folder(path, FORMAT, deepspec_eagle3.read_config)
     return drafter_folder.read_folder(path, FORMAT, read_config)
 
 

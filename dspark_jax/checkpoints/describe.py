@@ -11,7 +11,7 @@ from dspark_jax.checkpoints import drafter_formats, huggingface, load, orbax_dra
 from dspark_jax.checkpoints.drafter_files import DrafterFiles, expected_drafter_tensors
 from dspark_jax.checkpoints.safetensors_files import find_tensors, read_json
 from dspark_jax.checkpoints.target_files import CheckpointError, TargetFiles, expected_tensors
-from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.config import DecoderConfig, DrafterConfig, Eagle3Config
 
 # Which engines read a format, besides this library. Heads and vocabularies that they lack are theirs to refuse.
 _ENGINES = {
@@ -84,21 +84,17 @@ def _describe_target(files: TargetFiles, stored: str) -> dict[str, Any]:
 def _describe_drafter(files: DrafterFiles) -> dict[str, Any]:
     config = files.config
     expected = sum(math.prod(shape) for shape in expected_drafter_tensors(config).values())
+    eagle3 = isinstance(config, Eagle3Config)
     return {
         "kind": "drafter",
         "format": files.format,
         "name": files.name,
+        "method": "EAGLE-3" if eagle3 else "DFlash" if config.sequential_head == "none" else "DSpark",
         "family": config.decoder.family,
         "sizes": _sizes(config.decoder),
         "block_size": config.block_size,
-        "anchor_layout": config.anchor_layout,
         "tapped_layers": list(config.tapped_layers),
-        "mask_token_id": config.mask_token_id,
-        "sequential_head": config.sequential_head,
-        "markov_rank": config.markov_rank if config.sequential_head != "none" else 0,
-        "confidence_head": config.confidence_head,
-        "confidence_reads_markov": config.confidence_head and config.confidence_reads_markov,
-        "draft_vocab_size": config.draft_vocab_size or config.decoder.vocab_size,
+        **({} if eagle3 else _heads(config)),
         "target": {
             "name": config.target_name,
             "layers": config.target_layers,
@@ -113,7 +109,19 @@ def _describe_drafter(files: DrafterFiles) -> dict[str, Any]:
     }
 
 
-def _odd(config: DrafterConfig, files: DrafterFiles, expected: int) -> list[str]:
+def _heads(config: DrafterConfig) -> dict[str, Any]:
+    return {
+        "anchor_layout": config.anchor_layout,
+        "mask_token_id": config.mask_token_id,
+        "sequential_head": config.sequential_head,
+        "markov_rank": config.markov_rank if config.sequential_head != "none" else 0,
+        "confidence_head": config.confidence_head,
+        "confidence_reads_markov": config.confidence_head and config.confidence_reads_markov,
+        "draft_vocab_size": config.vocab_out,
+    }
+
+
+def _odd(config: DrafterConfig | Eagle3Config, files: DrafterFiles, expected: int) -> list[str]:
     odd = []
     if files.stored_parameters != expected:
         odd.append(f"{files.stored_parameters:,} parameters are stored, its config has {expected:,}")

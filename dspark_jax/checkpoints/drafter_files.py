@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.checkpoints import deepspec_eagle3
 from dspark_jax.checkpoints.safetensors_files import StoredTensor
 from dspark_jax.checkpoints.target_files import CheckpointError, check_tensors, expected_tensors
 from dspark_jax.checkpoints.target_params import layer_params, split_layer_params
-from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.config import DecoderConfig, DrafterConfig, Eagle3Config
 from dspark_jax.records import Params
 from dspark_jax.text import Tokenizer
 
@@ -31,10 +32,10 @@ class DrafterFiles:
 
     Attributes:
       format: "orbax", "deepspec", "zlab" or "speculators".
-      config: its shape, and what must be true of its target.
+      config: `DrafterConfig` (EAGLE-3: `Eagle3Config`): its shape, and what must be true of its target.
       vocab: ascending target ids [V'] of a reduced draft vocabulary, or None.
       tensors: weights by name, exactly those of `expected_drafter_tensors(config)`, read when they are asked for.
-      params: makes parameters of `drafters.dspark.DSparkModel` of them, in a dtype or (None) each in its own.
+      params: makes parameters of the drafter's model of them, in a dtype or (None) each in its own.
       dtypes: dtype of each in the words of safetensors.
       stored_parameters: how many numbers of the drafter's own the files hold.
       frozen: copies of the target's weights in the files, by `EMBED` and `HEAD`; nothing is made of them.
@@ -42,7 +43,7 @@ class DrafterFiles:
     """
 
     format: str
-    config: DrafterConfig
+    config: Any
     vocab: np.ndarray | None
     tensors: Mapping[str, np.ndarray]
     params: Callable[[Any], Params]
@@ -65,8 +66,10 @@ class TargetLike(Protocol):
     def name(self) -> str: ...  # noqa: D102
 
 
-def expected_drafter_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+def expected_drafter_tensors(config: DrafterConfig | Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Returns name and shape of every tensor that a drafter of this config has."""
+    if isinstance(config, Eagle3Config):
+        return deepspec_eagle3.expected_tensors(config)
     body, rank = config.decoder, config.markov_rank
     width, reads_markov = body.width, config.confidence_head and config.confidence_reads_markov
     tensors: dict[str, tuple[int, ...]] = {
@@ -93,20 +96,27 @@ def expected_drafter_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]
     return tensors
 
 
-def check_drafter_tensors(found: Mapping[str, tuple[int, ...]], config: DrafterConfig, where: str) -> None:
+def check_drafter_tensors(
+    found: Mapping[str, tuple[int, ...]], config: DrafterConfig | Eagle3Config, where: str
+) -> None:
     """Checks that the tensors of a file are those of the config, and copies of the target's weights of its size.
 
     Raises:
       CheckpointError: lists every missing, unexpected and misshapen tensor.
     """
     width = config.decoder.width
-    copies = {EMBED: (config.decoder.vocab_size, width), HEAD: (config.vocab_out, width)}
+    drafted = config.vocab_out if isinstance(config, DrafterConfig) else config.decoder.vocab_size
+    copies = {EMBED: (config.decoder.vocab_size, width), HEAD: (drafted, width)}
     expected = expected_drafter_tensors(config) | {name: shape for name, shape in copies.items() if name in found}
     check_tensors(found, expected, where)
 
 
-def params_from_tensors(config: DrafterConfig, tensors: Mapping[str, np.ndarray], dtype: Any = jnp.float32) -> Params:
-    """Converts tensors to the parameters of `drafters.dspark.DSparkModel`; dtype None keeps each tensor's own."""
+def params_from_tensors(
+    config: DrafterConfig | Eagle3Config, tensors: Mapping[str, np.ndarray], dtype: Any = jnp.float32
+) -> Params:
+    """Converts tensors to the parameters of the drafter's model; dtype None keeps each tensor's own."""
+    if isinstance(config, Eagle3Config):
+        return deepspec_eagle3.params_from_tensors(config, tensors, dtype)
     get = lambda name: jnp.asarray(np.asarray(tensors[name]), dtype)  # noqa: E731
     params: dict[str, Any] = {
         "fc": {"weight": get("fc.weight")},
@@ -114,7 +124,7 @@ def params_from_tensors(config: DrafterConfig, tensors: Mapping[str, np.ndarray]
         "norm": {"weight": get("norm.weight")},
     }
     for i in range(config.decoder.num_layers):
-        params[f"layers_{i}"] = layer_params(tensors, f"layers.{i}.", config.decoder, dtype)
+        params[f"layers_{i}"] = layer_params(tensors, f"layers.{i}.", config.decoder, dtype, i)
     if config.sequential_head != "none":
         head: dict[str, Any] = {"w1": get("markov_head.markov_w1.weight"), "w2": get("markov_head.markov_w2.weight")}
         own = _OWN_WEIGHTS.get(config.sequential_head)
@@ -136,7 +146,7 @@ def tensors_from_params(config: DrafterConfig, params: Params) -> dict[str, np.n
         "norm.weight": params["norm"]["weight"],
     }
     for i in range(config.decoder.num_layers):
-        tensors |= split_layer_params(params[f"layers_{i}"], f"layers.{i}.", config.decoder)
+        tensors |= split_layer_params(params[f"layers_{i}"], f"layers.{i}.", config.decoder, i)
     if config.sequential_head != "none":
         head = params["sequential"]
         tensors |= {"markov_head.markov_w1.weight": head["w1"], "markov_head.markov_w2.weight": head["w2"]}
@@ -150,7 +160,7 @@ def tensors_from_params(config: DrafterConfig, params: Params) -> dict[str, np.n
     return {name: np.asarray(value) for name, value in tensors.items()}
 
 
-def check_target(config: DrafterConfig, target: TargetLike, force: bool) -> None:
+def check_target(config: DrafterConfig | Eagle3Config, target: TargetLike, force: bool) -> None:
     """Refuses a drafter of another target or chat template, and warns of a mask token that means something else.
 
     Raises:
@@ -170,6 +180,8 @@ def check_target(config: DrafterConfig, target: TargetLike, force: bool) -> None
         )
     if not force:
         _check_trained_for(config, target)
+    if isinstance(config, Eagle3Config):
+        return  # no mask token
     tokenizer = target.tokenizer
     roles = {"pad": [tokenizer.pad_id], "end": tokenizer.eos_ids} if tokenizer else {}
     for role, ids in roles.items():
@@ -181,7 +193,7 @@ def check_target(config: DrafterConfig, target: TargetLike, force: bool) -> None
             )
 
 
-def _check_trained_for(config: DrafterConfig, target: TargetLike) -> None:
+def _check_trained_for(config: DrafterConfig | Eagle3Config, target: TargetLike) -> None:
     by_force = "pass force=True (--force) to use it all the same"
     name = config.target_name or "another target"
     if config.target_layers and config.target_layers != target.config.num_layers:

@@ -30,7 +30,7 @@ from dspark_jax.checkpoints.drafter_files import (
 from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf
 from dspark_jax.checkpoints.safetensors_files import StoredTensor, check_types, find_tensors, read_json
 from dspark_jax.checkpoints.target_files import CheckpointError, LazyTensors, TargetFiles
-from dspark_jax.config import ConfigError, DecoderConfig, DrafterConfig
+from dspark_jax.config import ConfigError, DecoderConfig, DrafterConfig, Eagle3Config
 
 OURS = "dspark_jax"
 _OWN_FIELDS = ("target_layers", "target_fingerprint", "target_name", "chat_template_hash")
@@ -39,10 +39,10 @@ _OWN_FIELDS = ("target_layers", "target_fingerprint", "target_name", "chat_templ
 def read_folder(
     path: str | Path,
     format_name: str,
-    read_config: Callable[[Mapping[str, Any]], DrafterConfig],
+    read_config: Callable[[Mapping[str, Any]], DrafterConfig | Eagle3Config],
     indices: tuple[str, ...] = (),
     ignored: tuple[str, ...] = (),
-    read_vocab: Callable[[DrafterConfig, Mapping[str, StoredTensor]], np.ndarray | None] = lambda config, stored: None,
+    read_vocab: Callable[[Any, Mapping[str, StoredTensor]], np.ndarray | None] = lambda config, stored: None,
 ) -> DrafterFiles:
     """Reads a drafter's folder; weights are read when they are asked for.
 
@@ -129,29 +129,29 @@ def refuse_existing(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists already: name a new folder, nothing is overwritten")
 
 
-def body_from_values(values: Mapping[str, Any]) -> DecoderConfig:
-    """Reads the draft layers from the fields of a Hugging Face config.
+def body_from_values(values: Mapping[str, Any], kind: str = "qwen3") -> DecoderConfig:
+    """Reads the draft layers from the fields of a Hugging Face config; `kind` is their model_type.
 
     Raises:
       CheckpointError: a body or a feature that is not supported.
     """
-    kind = values.get("model_type", "qwen3")
-    if kind != "qwen3":
-        raise CheckpointError(f"model_type = {kind!r}: draft layers of the kind 'qwen3' are read; use such a drafter")
-    sliding = [i for i, kind in enumerate(values.get("layer_types") or ()) if kind != "full_attention"]
+    if values.get("model_type", kind) != kind:
+        raise CheckpointError(f"model_type = {values['model_type']!r}: expected {kind!r}; use such a drafter")
+    sliding = [i for i, layer in enumerate(values.get("layer_types") or ()) if layer != "full_attention"]
     if sliding:
         raise CheckpointError(
             f"draft layers {', '.join(map(str, sliding))} were trained with a sliding window"
             f" (sliding_window = {values.get('sliding_window')!r}), which is not supported: without it they would draft"
             " badly; use a drafter whose layers see the whole context"
         )
-    body = decoder_config_from_hf({**values, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
+    body = decoder_config_from_hf({**values, "model_type": kind, "architectures": []})
     tied = own_fields(values).get("tie_embeddings")
     return body if tied is None else dataclasses.replace(body, tie_embeddings=bool(tied))
 
 
 def body_to_values(body: DecoderConfig) -> dict[str, Any]:
     """The inverse of `body_from_values`, with the base of the rotary frequencies in both dialects."""
+    gemma = _gemma4_values(body) if body.family == "gemma4" else {}
     return {
         "model_type": "qwen3",
         "vocab_size": body.vocab_size,
@@ -176,6 +176,33 @@ def body_to_values(body: DecoderConfig) -> dict[str, Any]:
         "use_sliding_window": False,
         "tie_word_embeddings": False,
         "use_cache": True,
+        **gemma,
+    }
+
+
+def _gemma4_values(body: DecoderConfig) -> dict[str, Any]:
+    """What a Gemma 4 config has instead; its plain head fields are those of sliding layers, of which there are none."""
+    full = {
+        "rope_type": "proportional" if body.rope_share < 1 else "default",
+        "rope_theta": body.rope_theta,
+        "partial_rotary_factor": body.rope_share,
+    }
+    return {
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "global_head_dim": body.head_dim,
+        "num_global_key_value_heads": body.num_kv_heads,
+        "attention_k_eq_v": body.keys_as_values,
+        "final_logit_softcapping": body.logit_softcap or None,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": False,
+        "rope_theta": None,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     }
 
 

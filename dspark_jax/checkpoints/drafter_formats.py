@@ -3,11 +3,11 @@
 | format | files | holds |
 |---|---|---|
 | orbax | `drafter.json`, Orbax `checkpoints/` | everything |
-| deepspec | config.json of `Qwen3DSparkModel`, safetensors | every head, the whole vocabulary, anchor_predicts |
+| deepspec | config.json of `Qwen3DSparkModel` or Gemma 4's | every head, the whole vocabulary, anchor_predicts |
 | zlab | config.json of `DFlashDraftModel`, safetensors | no head, the whole vocabulary, anchor_only |
 | speculators | config.json with `speculators_model_type`, safetensors | everything but rnn with anchor_only |
 
-All but orbax hold Qwen3 layers only.
+All but orbax hold Qwen3 layers only, deepspec Gemma 4's too. EAGLE-3 drafters are read from deepspec and not written.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.checkpoints import deepspec, drafter_files, huggingface, orbax_drafter, speculators, zlab
+from dspark_jax.checkpoints import (
+    deepspec,
+    deepspec_eagle3,
+    drafter_files,
+    huggingface,
+    orbax_drafter,
+    speculators,
+    zlab,
+)
 from dspark_jax.checkpoints.drafter_files import DrafterFiles
 from dspark_jax.checkpoints.load import is_hub_id
 from dspark_jax.checkpoints.safetensors_files import read_json
 from dspark_jax.checkpoints.target_files import CheckpointError, TargetFiles
-from dspark_jax.config import ConfigError
+from dspark_jax.config import ConfigError, Eagle3Config
 
 # Published drafters that are known and not supported.
 _UNSUPPORTED = {
-    "Qwen3Eagle3Model": "Eagle 3, an autoregressive drafter",
-    "Gemma4Eagle3Model": "Eagle 3, an autoregressive drafter",
-    "Gemma4DSparkModel": "DSpark with Gemma 4 layers",
+    "Gemma4Eagle3Model": "EAGLE-3 with Gemma 4 layers",
     "DFlash2DraftModel": "DFlash 2, with convolutions and a candidate selector",
 }
 
@@ -80,8 +86,9 @@ def format_of(folder: Path) -> str:
         known = "; ".join(_UNSUPPORTED[name] for name in architectures if name in _UNSUPPORTED)
         raise CheckpointError(
             f"{folder / 'config.json'}: architectures = {architectures!r} is no drafter that can be read"
-            f"{f' ({known})' if known else ''}; supported are {deepspec.ARCHITECTURE} (DeepSpec),"
-            f" {zlab.ARCHITECTURE} (z-lab), and dspark and dflash of speculators"
+            f"{f' ({known})' if known else ''}; supported are"
+            f" {', '.join(deepspec.ARCHITECTURES)}, {deepspec_eagle3.ARCHITECTURE} (DeepSpec), {zlab.ARCHITECTURE}"
+            " (z-lab), and dspark and dflash of speculators"
         )
     return kind
 
@@ -93,7 +100,8 @@ def format_of_values(values: Mapping[str, Any]) -> str | None:
     architectures = values.get("architectures")
     if architectures == [zlab.ARCHITECTURE] or (architectures is None and "dflash_config" in values):
         return zlab.FORMAT
-    return deepspec.FORMAT if architectures == [deepspec.ARCHITECTURE] else None
+    known = [[name] for name in (*deepspec.ARCHITECTURES, deepspec_eagle3.ARCHITECTURE)]
+    return deepspec.FORMAT if architectures in known else None
 
 
 def is_drafter(values: Mapping[str, Any]) -> bool:
@@ -120,6 +128,8 @@ def write_drafter(
     """
     if format_name not in FORMATS:
         raise ConfigError(f"format = {format_name!r}: use one of {', '.join(FORMATS)}")
+    if isinstance(files.config, Eagle3Config):
+        raise CheckpointError(f"{files.name} is an EAGLE-3 drafter: no other format here holds it, use it as it is")
     if target is not None:
         drafter_files.check_target(files.config, target, force)
         if not files.config.target_layers:

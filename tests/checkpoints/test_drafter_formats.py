@@ -275,7 +275,8 @@ def test_a_hub_id_is_downloaded(monkeypatch, published):
         ("deepspec", {"model_type": "gemma4_text"}, "model_type = 'gemma4_text'"),
         ("deepspec", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("deepspec", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 77}, "layers 1 .*77"),
-        ("deepspec", {"architectures": ["Qwen3Eagle3Model"]}, "Eagle 3, an autoregressive drafter"),
+        ("deepspec", {"architectures": ["Qwen3Eagle3Model"]}, "no 'ttt_length'"),
+        ("deepspec", {"architectures": ["Gemma4Eagle3Model"]}, "EAGLE-3 with Gemma 4 layers"),
         ("deepspec", {"architectures": ["BertModel"]}, "'BertModel'.* no drafter"),
         ("deepspec", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is given as"),
         ("zlab", {"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
@@ -455,9 +456,12 @@ def test_inspect(tmp_path, capsys, monkeypatch, golden, qwen3_folder, published)
     assert "target_qwen3: target, format huggingface" in text.out
     assert "parameters              279,648 (0.6 MB in bfloat16)" in text.out
     assert "odd: no tokenizer" in text.out
-    code, text = run(str(published(architectures=["Qwen3Eagle3Model"])))
+    code, text = run(str(published(architectures=["Gemma4Eagle3Model"])))
     assert code == 0
-    assert "Eagle 3" in text.out
+    assert "EAGLE-3 with Gemma 4 layers" in text.out
+    code, text = run(str(golden / "draft_qwen3_eagle3"))
+    assert code == 0
+    assert "method                  EAGLE-3" in text.out
     for flags, message in (((), "0 checkpoints named"), ((str(tmp_path / "no"),), "doesn't exist")):
         code, text = run(*flags)
         assert (code, text.out) == (2, "")
