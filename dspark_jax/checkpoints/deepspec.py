@@ -72,7 +72,7 @@ def write_config(config: DrafterConfig) -> dict[str, Any]:
     head = config.sequential_head
     architecture = "Gemma4DSparkModel" if config.decoder.family == "gemma4" else "Qwen3DSparkModel"
     return {
-        **drafter_folder.body_to_values(config.decoder),
+        **drafter_folder.body_to_values(config.decoder, ("qwen3", "gemma4")),
         "architectures": [architecture],
         "num_target_layers": config.target_layers,
         "block_size": config.block_size,

@@ -129,8 +129,13 @@ def refuse_existing(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists already: name a new folder, nothing is overwritten")
 
 
-def body_from_values(values: Mapping[str, Any], kind: str = "qwen3") -> DecoderConfig:
-    """Reads the draft layers from the fields of a Hugging Face config; `kind` is their model_type.
+def body_from_values(values: Mapping[str, Any], kind: str = "qwen3", windows: bool = False) -> DecoderConfig:
+    """Reads the draft layers from the fields of a Hugging Face config.
+
+    Args:
+      values: the fields.
+      kind: the layers' model_type.
+      windows: layers may slide: a token sees the sliding_window - 1 positions before it, and all of its block.
 
     Raises:
       CheckpointError: a body or a feature that is not supported.
@@ -138,19 +143,28 @@ def body_from_values(values: Mapping[str, Any], kind: str = "qwen3") -> DecoderC
     if values.get("model_type", kind) != kind:
         raise CheckpointError(f"model_type = {values['model_type']!r}: expected {kind!r}; use such a drafter")
     sliding = [i for i, layer in enumerate(values.get("layer_types") or ()) if layer != "full_attention"]
-    if sliding:
+    if sliding and not windows:
         raise CheckpointError(
             f"draft layers {', '.join(map(str, sliding))} were trained with a sliding window"
-            f" (sliding_window = {values.get('sliding_window')!r}), which is not supported: without it they would draft"
-            " badly; use a drafter whose layers see the whole context"
+            f" (sliding_window = {values.get('sliding_window')!r}) of a kind that is not supported: without it they"
+            " would draft badly; use a drafter whose layers see the whole context"
         )
     body = decoder_config_from_hf({**values, "model_type": kind, "architectures": []})
     tied = own_fields(values).get("tie_embeddings")
     return body if tied is None else dataclasses.replace(body, tie_embeddings=bool(tied))
 
 
-def body_to_values(body: DecoderConfig) -> dict[str, Any]:
-    """The inverse of `body_from_values`, with the base of the rotary frequencies in both dialects."""
+def body_to_values(body: DecoderConfig, kinds: tuple[str, ...] = ("qwen3",)) -> dict[str, Any]:
+    """The inverse of `body_from_values`, with the base of the rotary frequencies in both dialects.
+
+    Raises:
+      CheckpointError: the layers are of a family that the format doesn't know (`kinds`).
+    """
+    if body.family not in kinds:
+        raise CheckpointError(
+            f"decoder family = {body.family!r}: the format holds layers of {' and '.join(kinds)} only; keep the drafter"
+            " in the format that it has"
+        )
     gemma = _gemma4_values(body) if body.family == "gemma4" else {}
     return {
         "model_type": "qwen3",
@@ -170,10 +184,12 @@ def body_to_values(body: DecoderConfig) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "layer_types": ["full_attention"] * body.num_layers,
+        "layer_types": [
+            "sliding_attention" if i in body.sliding_layers else "full_attention" for i in range(body.num_layers)
+        ],
         "max_window_layers": body.num_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "sliding_window": body.sliding_window or None,
+        "use_sliding_window": bool(body.sliding_layers),
         "tie_word_embeddings": False,
         "use_cache": True,
         **gemma,

@@ -2,6 +2,7 @@
 
 Their block counts the anchor, whose slot predicts nothing: a block of 16 drafts 15 tokens. `block_size`,
 `target_layer_ids` and `mask_token_id` are fields of `dflash_config`, `block_size` in older files of the config itself.
+Sliding layers are causal inside the block unless `is_causal` is false; only the latter kind is supported.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def read_config(values: Mapping[str, Any]) -> DrafterConfig:
     known = drafter_folder.travelling(values)
     known["target_layers"] = required(values, "num_target_layers", "integer")
     return DrafterConfig(
-        decoder=drafter_folder.body_from_values(values),
+        decoder=drafter_folder.body_from_values(values, windows=both.get("is_causal") is False),
         block_size=slots - 1,
         tapped_layers=tuple(required(inner, "target_layer_ids", "integers", "dflash_config")),
         mask_token_id=required(inner, "mask_token_id", "integer", "dflash_config"),
@@ -87,6 +88,7 @@ def write_config(config: DrafterConfig) -> dict[str, Any]:
         "num_target_layers": config.target_layers,
         "block_size": config.block_size + 1,
         "dflash_config": {"target_layer_ids": list(config.tapped_layers), "mask_token_id": config.mask_token_id},
+        "is_causal": False,
         "tie_word_embeddings": config.decoder.tie_embeddings,
         drafter_folder.OURS: drafter_folder.own_fields_of(config),
     }

@@ -26,6 +26,7 @@ from dspark_jax.checkpoints.drafter_formats import read_drafter_files, write_dra
 from dspark_jax.checkpoints.load import read_target_files
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError, DecoderConfig, DrafterConfig
+from dspark_jax.drafters.dspark import DSparkModel
 from dspark_jax.text import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -36,6 +37,7 @@ PARALLEL = dataclasses.replace(
     DSPARK, sequential_head="none", markov_rank=0, confidence_head=False, confidence_reads_markov=False
 )
 DFLASH = dataclasses.replace(PARALLEL, anchor_layout="anchor_only", tapped_layers=(-1, 1, 3))
+SLIDING = dataclasses.replace(DFLASH, decoder=dataclasses.replace(BODY, sliding_layers=(0, 1), sliding_window=4))
 GATED, RNN = (dataclasses.replace(DSPARK, sequential_head=head) for head in ("gated", "rnn"))
 PLAIN_CONFIDENCE = dataclasses.replace(DSPARK, confidence_reads_markov=False)
 REDUCED = dataclasses.replace(GATED, draft_vocab_size=96, target_fingerprint="0123456789abcdef", target_name="org/x")
@@ -46,7 +48,7 @@ LLAMA = dataclasses.replace(
 
 HELD = [
     *(("deepspec", config) for config in (DSPARK, PARALLEL, GATED, RNN, PLAIN_CONFIDENCE)),
-    ("zlab", DFLASH),
+    *(("zlab", config) for config in (DFLASH, SLIDING)),
     *(("speculators", config) for config in (DSPARK, PARALLEL, DFLASH, GATED, RNN, PLAIN_CONFIDENCE, REDUCED, BONUS)),
     *(("orbax", config) for config in (DSPARK, DFLASH, GATED, RNN, LLAMA)),
 ]
@@ -120,7 +122,7 @@ def published(tmp_path, target_files):
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("kind", "config"), HELD, ids=[f"{k}-{c.sequential_head}-{c.anchor_layout}-{c.draft_vocab_size}" for k, c in HELD]
+    ("kind", "config"), HELD, ids=[f"{k}-{c.sequential_head}-{i}" for i, (k, c) in enumerate(HELD)]
 )
 def test_round_trip(tmp_path, target_files, kind, config, dtype):
     made = make(config, dtype)
@@ -136,6 +138,31 @@ def test_round_trip(tmp_path, target_files, kind, config, dtype):
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
         write_drafter(tmp_path / "c", "orbax", second)
         assert_same(read_drafter_files(tmp_path / "c"), first)
+
+
+def test_eagle3(golden, target, tmp_path):
+    folder = golden / "draft_qwen3_eagle3"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drafter = dspark_jax.load_drafter(folder, target, block_size=3)
+    assert (drafter.name, drafter.drafter.block_size, drafter.drafter.tapped_layers) == ("eagle3", 3, (0, 1, 2, 3, 4))
+    with pytest.raises(ConfigError, match="draft_sampling = 'greedy'"):
+        dspark_jax.load_drafter(folder, target, draft_sampling="greedy")
+    with pytest.raises(CheckpointError, match="taps layer 4; target_qwen3 has 5 layers"):
+        dspark_jax.load_drafter(folder, with_target(target, num_layers=5))
+    for kind in drafter_formats.FORMATS:
+        with pytest.raises(CheckpointError, match="is an EAGLE-3 drafter"):
+            write_drafter(tmp_path / "out", kind, read_drafter_files(folder))
+
+
+def test_gemma4_layers_through_our_format(golden, tmp_path):
+    original = read_drafter_files(golden / "draft_gemma4_vanilla")
+    target = read_target_files(golden / "target_gemma4")
+    write_drafter(tmp_path / "ours", "orbax", original)
+    write_drafter(tmp_path / "back", "deepspec", read_drafter_files(tmp_path / "ours"), target)
+    assert_same(read_drafter_files(tmp_path / "back"), original)
+    with pytest.raises(CheckpointError, match="decoder family = 'gemma4': the format holds layers of qwen3 only"):
+        write_drafter(tmp_path / "out", "speculators", original, target)
 
 
 @pytest.mark.parametrize("other", ["deepspec", "speculators", "orbax"])
@@ -175,7 +202,7 @@ def test_configs_carry_both_rope_dialects(published):
         ("speculators", dataclasses.replace(BONUS, sequential_head="rnn"), "sequential_head = 'rnn'"),
         ("speculators", REDUCED, "name the target"),
         ("deepspec", DSPARK, "name the target"),
-        ("speculators", dataclasses.replace(LLAMA, draft_vocab_size=0), "decoder qk_norm = False .*would become True"),
+        ("speculators", dataclasses.replace(LLAMA, draft_vocab_size=0), "decoder family = 'llama'"),
     ],
 )
 def test_what_a_format_cannot_hold(tmp_path, kind, config, message):
@@ -255,6 +282,30 @@ def test_a_hub_id_is_downloaded(monkeypatch, published):
     assert read_drafter_files("org/name").name == "org/name"
 
 
+def test_a_trained_window_is_kept(published):
+    """A token sees itself and the window - 1 positions before it, across the block's start too."""
+    files = read_drafter_files(published("zlab", SLIDING))
+    config, params = files.config, files.params(np.float32)
+    assert (config.decoder.sliding_layers, config.decoder.sliding_window) == ((0, 1), 4)
+    model = DSparkModel(config, "token_major")
+    rng = np.random.default_rng(0)
+    embed, anchor = jax.numpy.asarray(rng.standard_normal((160, 64)), np.float32), jax.numpy.full((1, 1), 7)
+
+    @jax.jit
+    def hidden(features):
+        apply = functools.partial(model.apply, {"params": params})
+        context = apply(features, jax.numpy.arange(10)[None], method="project_context")
+        return apply(embed, anchor, anchor, context, anchor, method="backbone")
+
+    features = rng.standard_normal((1, 10, 3, 64)).astype(np.float32)
+    changed = [np.where(np.arange(10)[None, :, None, None] == slot, 1.0, features) for slot in (3, 4, 7)]
+    before = hidden(features)
+    outside, edge, beyond_anchor = (hidden(f.astype(np.float32)) for f in changed)
+    np.testing.assert_array_equal(outside, before)
+    np.testing.assert_array_equal(beyond_anchor, before)
+    assert np.abs(edge - before).max() > 1e-4
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -280,6 +331,7 @@ def test_a_hub_id_is_downloaded(monkeypatch, published):
         ("deepspec", {"architectures": ["BertModel"]}, "'BertModel'.* no drafter"),
         ("deepspec", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is given as"),
         ("zlab", {"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
+        ("zlab", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "is_causal": None}, "layers 0, 1 .*9"),
         ("zlab", {"block_size": 1}, "block_size = 1: it counts the anchor"),
         ("zlab", {"block_size": "absent"}, "no 'block_size'"),
         ("zlab", {"dflash_config": None}, "dflash_config = None"),
