@@ -24,6 +24,8 @@ SPS_POLICIES = ("hardware_aware", "delayed", "global_maximum")  # they need a me
 CONFIDENCE_POLICIES = ("threshold", "adaptive_threshold", "context_complexity", *SPS_POLICIES)  # they read confidences
 POLICIES = ("full", *CONFIDENCE_POLICIES, "conservative_tokens", "oracle")
 VERIFIERS = ("token", "block")
+ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu_tanh")
 DRAFT_SAMPLING = ("sample", "greedy")
 
 
@@ -63,11 +65,73 @@ def check_policy_name(name: str, what: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the ones first trained on (`rope`).
+
+    Attributes:
+      kind: "none", "linear" (positions divided by the factor), "llama3" or "yarn".
+      factor: By how much the context grew.
+      original_positions: Longest context before that (llama3, yarn).
+      low_freq_factor, high_freq_factor: llama3: waves longer than original_positions / low_freq_factor are stretched
+        by the factor, those shorter than original_positions / high_freq_factor not at all.
+      beta_fast, beta_slow: yarn: pairs that turn more often than beta_fast within original_positions keep their
+        frequency, those that turn less often than beta_slow are stretched by the factor.
+      truncate: yarn: the borders between the two are whole pairs.
+      attention_factor: yarn: cosines and sines are multiplied by it.
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def __post_init__(self):
+        _require_in(self.kind, ROPE_SCALINGS, "rope_scaling kind")
+        _require(self.factor > 0, "rope_scaling factor", self.factor, "use a positive number")
+        if self.kind in ("llama3", "yarn"):
+            fix = "give the context length that the model was trained for before"
+            _require(self.original_positions > 0, "rope_scaling original_positions", self.original_positions, fix)
+        if self.kind == "llama3":
+            fix = f"it must be above low_freq_factor={self.low_freq_factor}"
+            good = self.high_freq_factor > self.low_freq_factor > 0
+            _require(good, "rope_scaling high_freq_factor", self.high_freq_factor, fix)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerAttention:
+    """The attention of one layer: what may differ between the layers of a decoder (`DecoderConfig.attention`).
+
+    Attributes:
+      num_kv_heads: G.
+      head_dim: H.
+      window: A token sees itself and the window - 1 tokens before it; 0 = all before it.
+      rope_theta, rope_scaling, rope_share: Rotary frequencies, see `rope.inverse_frequencies`.
+      keys_as_values: The values are the projected keys; there is no value projection.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    rope_share: float
+    keys_as_values: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer body: sizes and the switches in which model families differ.
 
+    The fields describe the layers that attend to everything before them; `sliding_layers` lists those that slide over a
+    window, and the fields `sliding_*` say what is different there.
+
     Attributes:
-      family: Where the weights come from ("llama", "qwen3"); informative, the fields below decide.
+      family: Where the weights come from ("llama", "qwen3", "gemma4"); informative, the fields below decide.
       vocab_size: V, rows of the embedding table.
       width: D, size of the residual stream.
       mlp_width: Hidden size of the gated MLP.
@@ -77,9 +141,25 @@ class DecoderConfig:
       head_dim: H.
       rope_theta: Base of the rotary frequencies.
       norm_eps: Epsilon inside RMSNorm.
-      qk_norm: RMSNorm over H on queries and keys before RoPE (Qwen3).
+      qk_norm: RMSNorm over H on queries and keys before RoPE (Qwen3, Gemma).
       tie_embeddings: The LM head is the embedding table.
       max_positions: Longest sequence that the model was trained for.
+      qkv_bias: Biases on the projections to queries, keys and values (Qwen2).
+      activation: Of the gated MLP: "silu", or "gelu_tanh" (Gemma).
+      rope_scaling: Stretched rotary frequencies (Llama 3.1, YaRN, linear).
+      rope_share: Share of the pairs of a head that are rotated at all (Gemma 4's proportional RoPE).
+      sliding_window: A token of a sliding layer sees itself and the sliding_window - 1 tokens before it.
+      sliding_layers: Layers that slide, 0-based and ascending.
+      sliding_rope_theta: Base of the unscaled rotary frequencies of sliding layers; 0 = the same RoPE as elsewhere.
+      sliding_head_dim, sliding_kv_heads: H and G of sliding layers; 0 = as elsewhere.
+      attention_scale: Scores are multiplied by it; 0 = H ** -0.5.
+      keys_as_values: Layers that don't slide have no value projection, their values are the projected keys (Gemma 4).
+      value_norm: RMSNorm without a scale over H on values (Gemma 4).
+      norm_plus_one: RMSNorm multiplies by 1 + weight (Gemma 3).
+      sandwich_norms: Attention and MLP have a norm behind them too (Gemma).
+      layer_scalar: A layer's output is multiplied by a number of its own (Gemma 4).
+      scale_embeddings: Embeddings are multiplied by sqrt(D) (Gemma).
+      logit_softcap: c in logits = c tanh(logits / c); 0 = none (Gemma 4).
     """
 
     family: str = "llama"
@@ -95,21 +175,65 @@ class DecoderConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     max_positions: int = 8192
+    # Left out of the fingerprint at their defaults, so that drafters know the targets that they were trained for before
+    # these fields existed. A new field goes here.
+    qkv_bias: bool = False
+    activation: str = "silu"
+    rope_scaling: RopeScaling = RopeScaling()
+    rope_share: float = 1.0
+    sliding_window: int = 0
+    sliding_layers: tuple[int, ...] = ()
+    sliding_rope_theta: float = 0.0
+    sliding_head_dim: int = 0
+    sliding_kv_heads: int = 0
+    attention_scale: float = 0.0
+    keys_as_values: bool = False
+    value_norm: bool = False
+    norm_plus_one: bool = False
+    sandwich_norms: bool = False
+    layer_scalar: bool = False
+    scale_embeddings: bool = False
+    logit_softcap: float = 0.0
 
     def __post_init__(self):
         for field in ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             _require(getattr(self, field) > 0, f"decoder {field}", getattr(self, field), "use a positive integer")
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            "decoder num_heads",
-            self.num_heads,
-            f"it must be a multiple of num_kv_heads={self.num_kv_heads}",
-        )
-        _require(self.head_dim % 2 == 0, "decoder head_dim", self.head_dim, "RoPE needs an even head_dim")
+        for prefix, kv_heads, head_dim in (
+            ("", self.num_kv_heads, self.head_dim),
+            ("sliding_", self.sliding_kv_heads or self.num_kv_heads, self.sliding_head_dim or self.head_dim),
+        ):
+            fix = f"it must be a multiple of {'sliding_' if prefix else 'num_'}kv_heads={kv_heads}"
+            _require(kv_heads > 0 and self.num_heads % kv_heads == 0, "decoder num_heads", self.num_heads, fix)
+            good = head_dim > 0 and head_dim % 2 == 0
+            _require(good, f"decoder {prefix}head_dim", head_dim, "RoPE needs an even head_dim")
+        _require_in(self.activation, ACTIVATIONS, "decoder activation")
+        _require(0 < self.rope_share <= 1, "decoder rope_share", self.rope_share, "use a share above 0, up to 1")
+        ascending = all(a < b for a, b in zip((-1, *self.sliding_layers), (*self.sliding_layers, self.num_layers)))
+        fix = f"name layers 0..{self.num_layers - 1} in ascending order"
+        _require(ascending, "decoder sliding_layers", self.sliding_layers, fix)
+        good = self.sliding_window > 0 or not self.sliding_layers
+        _require(good, "decoder sliding_window", self.sliding_window, "sliding layers need one of 1 or more tokens")
+
+    def attention(self, layer: int) -> LayerAttention:
+        """Returns what the attention of a layer, 0-based, looks like."""
+        if layer not in self.sliding_layers:
+            kv_heads, head_dim, window = self.num_kv_heads, self.head_dim, 0
+        else:
+            kv_heads, head_dim = self.sliding_kv_heads or self.num_kv_heads, self.sliding_head_dim or self.head_dim
+            window = self.sliding_window
+        rope = (self.rope_theta, self.rope_scaling, self.rope_share)
+        if window and self.sliding_rope_theta:
+            rope = (self.sliding_rope_theta, RopeScaling(), 1.0)
+        return LayerAttention(kv_heads, head_dim, window, *rope, keys_as_values=self.keys_as_values and not window)
 
     def fingerprint(self) -> str:
         """Returns a short hash of every field that a drafter's weights depend on."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        values = dataclasses.asdict(self)
+        fields = [field.name for field in dataclasses.fields(self)]
+        for name in fields[fields.index("qkv_bias") :]:
+            if getattr(self, name) == getattr(DecoderConfig, name):
+                del values[name]
+        text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -208,6 +332,11 @@ class Eagle3Config:
     target_fingerprint: str = ""
     target_name: str = ""
     chat_template_hash: str = ""
+
+    @property
+    def confidence_head(self) -> bool:
+        """It has none."""
+        return False
 
     def __post_init__(self):
         _require(self.block_size >= 1, "drafter block_size", self.block_size, "use K >= 1")
@@ -487,7 +616,9 @@ def _from_mapping(cls, values: Mapping[str, Any], where: str):
 
 
 def _convert(value, annotation, default, where: str):
-    nested = {c.__name__: c for c in (DecoderConfig, DataConfig, DraftModelConfig, TrainConfig, DecodeConfig)}
+    nested = {
+        c.__name__: c for c in (RopeScaling, DecoderConfig, DataConfig, DraftModelConfig, TrainConfig, DecodeConfig)
+    }
     annotation = str(annotation)
     if annotation in nested:
         if isinstance(value, nested[annotation]):

@@ -14,12 +14,15 @@ from dspark_jax.records import BlockKV, KVCache
 
 
 def init_cache(config: DecoderConfig, batch: int, slots: int, dtype=jnp.float32) -> KVCache:
-    """Returns an empty cache of `slots` slots per row."""
-    shape = (batch, config.num_kv_heads, slots, config.head_dim)
-    layers = range(config.num_layers)
+    """Returns an empty cache of `slots` slots per row; layers may differ in their heads.
+
+    Sliding layers have all slots too: what lies before their window is masked.
+    """
+    layers = [config.attention(i) for i in range(config.num_layers)]
+    shapes = [(batch, layer.num_kv_heads, slots, layer.head_dim) for layer in layers]
     return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
-        values=tuple(jnp.zeros(shape, dtype) for _ in layers),
+        keys=tuple(jnp.zeros(shape, dtype) for shape in shapes),
+        values=tuple(jnp.zeros(shape, dtype) for shape in shapes),
         length=jnp.zeros((batch,), jnp.int32),
     )
 

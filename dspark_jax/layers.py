@@ -1,4 +1,4 @@
-"""The layers of every model here: RMSNorm, linear maps, RoPE, attention, gated MLP. One copy for all.
+"""The layers of every model here: RMSNorm, linear maps, attention, gated MLP. One copy for all.
 
 Activations are two-dimensional: all tokens of all rows are flattened into n = B * T, because matrix products do
 not care about rows; only attention does. They come in two layouts, chosen once per model:
@@ -7,7 +7,7 @@ not care about rows; only attention does. They come in two layouts, chosen once 
                  XLA then reads each of them about once, however few the tokens.
   token_major    [n, D]: x @ weight^T, the usual form on accelerators.
 
-Only the six functions at the top of this file know the difference. Weights are [out, in], as Hugging Face stores
+Only the functions at the top of this file know the difference. Weights are [out, in], as Hugging Face stores
 them; queries, keys and values share one matrix, and so do gate and up: fewer, larger reads.
 """
 
@@ -19,27 +19,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import rope
+from dspark_jax.attention import attend, attention_spread, product_precision
 from dspark_jax.config import DecoderConfig
 
 Layout = Literal["feature_major", "token_major"]
-
-MASKED = -1e30  # a finite "minus infinity": a row that sees nothing stays free of NaN
 
 
 def default_layout() -> Layout:
     """Returns the layout that suits the default backend (see the module's docstring)."""
     return "feature_major" if jax.default_backend() == "cpu" else "token_major"
-
-
-def product_precision() -> jax.lax.Precision | None:
-    """Returns the precision of matrix products: float32 means float32.
-
-    Accelerators round the operands of float32 products unless told not to (to bfloat16 on TPU, to TensorFloat-32 on
-    GPU), and then a block of tokens and single tokens may disagree about the argmax. Whoever prefers speed says so with
-    `jax.default_matmul_precision`. Products of bfloat16 operands are not affected.
-    """
-    asked = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    return None if asked else jax.lax.Precision.HIGHEST
 
 
 def linear(weight: jax.Array, x: jax.Array, layout: Layout) -> jax.Array:
@@ -71,13 +60,37 @@ def join_features(first: jax.Array, second: jax.Array, layout: Layout) -> jax.Ar
     return jnp.concatenate([first, second], axis=0 if layout == "feature_major" else 1)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """Root-mean-square norm along `axis`, computed in float32 (Zhang & Sennrich, 2019)."""
+def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float, axis: int = -1, plus_one: bool = False) -> jax.Array:
+    """Root-mean-square norm along `axis`, computed in float32 (Zhang & Sennrich, 2019).
+
+    Args:
+      x: any shape.
+      scale: one factor for every entry along the axis, or None for none.
+      eps: added to the mean square.
+      axis: what is normed.
+      plus_one: the factors are 1 + scale (Gemma 3).
+    """
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=axis, keepdims=True) + eps)
-    shape = [1] * x.ndim
-    shape[axis] = -1
-    return (normed * scale.astype(jnp.float32).reshape(shape)).astype(x.dtype)
+    if scale is not None:
+        shape = [1] * x.ndim
+        shape[axis] = -1
+        factors = scale.astype(jnp.float32).reshape(shape)
+        normed = normed * (factors + 1.0 if plus_one else factors)
+    return normed.astype(x.dtype)
+
+
+def embed(table: jax.Array, token_ids: jax.Array, config: DecoderConfig, layout: Layout) -> jax.Array:
+    """Returns the embeddings of tokens [n] as activations, scaled if the family does so."""
+    x = table[token_ids]
+    if config.scale_embeddings:
+        x = x * jnp.asarray(config.width**0.5, x.dtype)  # rounded to the weights' dtype, as Gemma was trained
+    return from_tokens(x, layout)
+
+
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """Keeps logits within -cap..cap: cap tanh(logits / cap); 0 = no cap."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 class Linear(nn.Module):
@@ -106,190 +119,75 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the features of activations."""
+    """RMSNorm over the features of activations; `plus_one` as in `rms_norm`."""
 
     width: int
     eps: float
     layout: Layout
     dtype: jnp.dtype = jnp.float32
+    plus_one: bool = False
 
     def setup(self):
         """Declares the parameters."""
-        self.weight = self.param("weight", nn.initializers.ones, (self.width,), self.dtype)
+        self.weight = self.param("weight", nn.initializers.constant(1 - self.plus_one), (self.width,), self.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to activations."""
-        return rms_norm(x, self.weight, self.eps, axis=0 if self.layout == "feature_major" else 1)
+        return rms_norm(x, self.weight, self.eps, 0 if self.layout == "feature_major" else 1, self.plus_one)
 
 
-def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotates queries or keys by their positions (Su et al., 2021; rotate-half form).
-
-    Frequencies and angles are float32 whatever the dtype of x: in bfloat16 positions beyond 256 collide.
-
-    Args:
-      x: [B, T, heads, H].
-      positions: [B, T] int32.
-      theta: base of the frequencies.
-    """
-    half = x.shape[-1] // 2
-    inverse_frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
-    angle = positions.astype(jnp.float32)[:, :, None, None] * inverse_frequency  # [B, T, 1, H/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def attend(
-    queries: jax.Array,
-    context_keys: jax.Array,
-    context_values: jax.Array,
-    visible: jax.Array,
-    block_keys: jax.Array,
-    block_values: jax.Array,
-    block_mask: jax.Array,
-) -> jax.Array:
-    """Attention of blocks of tokens to a shared context and to their own block.
-
-    A target step is one block (A = 1) with a causal mask; a drafter's training step is A blocks per row over one
-    context. Softmax in float32 over context and block together.
-
-    Args:
-      queries: [B, A, K, N, H].
-      context_keys: [B, G, S, H].
-      context_values: [B, G, S, H].
-      visible: [B, A] int32; block a sees context slots < visible.
-      block_keys: [B, A, J, G, H].
-      block_values: [B, A, J, G, H].
-      block_mask: [K, J] bool, query i sees key j of its own block.
-
-    Returns:
-      [B, A, K, N, H].
-    """
-    batch, blocks, size, heads, dim = queries.shape
-    groups, slots = context_keys.shape[1:3]
-    ratio, exact = heads // groups, product_precision()
-    own = block_keys.shape[2]
-    if blocks * size * own == 1 and batch > 4:
-        return _attend_single(queries, context_keys, context_values, visible, block_keys, block_values)
-    grouped = queries.reshape(batch, blocks, size, groups, ratio, dim)
-    grouped = jnp.transpose(grouped, (0, 3, 1, 4, 2, 5))  # [B, G, A, N/G, K, H]
-    scale = dim**-0.5
-    flat = grouped.reshape(batch, groups, blocks * ratio * size, dim)
-    to_context = jnp.einsum("bgqh,bgsh->bgqs", flat, context_keys, preferred_element_type=jnp.float32, precision=exact)
-    to_context = to_context.reshape(batch, groups, blocks, ratio * size, slots) * scale
-    seen = jnp.arange(slots) < visible[:, :, None]  # [B, A, S]
-    to_context = jnp.where(seen[:, None, :, None, :], to_context, MASKED)
-    keys = jnp.transpose(block_keys, (0, 3, 1, 2, 4))  # [B, G, A, K, H]
-    values = jnp.transpose(block_values, (0, 3, 1, 2, 4))
-    to_block = jnp.einsum("bgarkh,bgajh->bgarkj", grouped, keys, preferred_element_type=jnp.float32, precision=exact)
-    to_block = jnp.where(block_mask, to_block * scale, MASKED).reshape(batch, groups, blocks, ratio * size, own)
-
-    # One softmax over both parts, without concatenating them: shared maximum, shared sum.
-    top = jnp.maximum(to_context.max(-1, keepdims=True), to_block.max(-1, keepdims=True))
-    top = jax.lax.stop_gradient(top)
-    weight_context, weight_block = jnp.exp(to_context - top), jnp.exp(to_block - top)
-    total = weight_context.sum(-1, keepdims=True) + weight_block.sum(-1, keepdims=True)
-    from_context = jnp.einsum(
-        "bgqs,bgsh->bgqh",
-        weight_context.reshape(batch, groups, blocks * ratio * size, slots).astype(context_values.dtype),
-        context_values,
-        preferred_element_type=jnp.float32,
-        precision=exact,
-    ).reshape(batch, groups, blocks, ratio * size, dim)
-    from_block = jnp.einsum(
-        "bgaqj,bgajh->bgaqh",
-        weight_block.astype(values.dtype),
-        values,
-        preferred_element_type=jnp.float32,
-        precision=exact,
-    )
-    mixed = ((from_context + from_block) / total).astype(queries.dtype)
-    mixed = mixed.reshape(batch, groups, blocks, ratio, size, dim)
-    return jnp.transpose(mixed, (0, 2, 4, 1, 3, 5)).reshape(queries.shape)
-
-
-def _attend_single(queries, context_keys, context_values, visible, block_keys, block_values) -> jax.Array:
-    """`attend` for one token per row, as multiply-and-sum.
-
-    A batch of products with one row each is bound by reading the cache; on a CPU it uses all cores in this form only.
-    """
-    batch, _, _, heads, dim = queries.shape
-    groups, slots = context_keys.shape[1:3]
-    q = queries.reshape(batch, groups, heads // groups, dim).astype(jnp.float32) * dim**-0.5
-    own_key = block_keys.reshape(batch, groups, 1, dim)
-    own_value = block_values.reshape(batch, groups, 1, dim)
-    to_context = jnp.sum(q[:, :, :, None] * context_keys[:, :, None], axis=-1)  # [B, G, N/G, S]
-    to_context = jnp.where(jnp.arange(slots) < visible[:, :, None, None], to_context, MASKED)
-    to_self = jnp.sum(q * own_key, axis=-1, keepdims=True)
-    top = jnp.maximum(to_context.max(-1, keepdims=True), to_self)
-    weight_context, weight_self = jnp.exp(to_context - top), jnp.exp(to_self - top)
-    total = weight_context.sum(-1, keepdims=True) + weight_self
-    mixed = jnp.sum(weight_context[..., None] * context_values[:, :, None], axis=-2) + weight_self * own_value
-    return (mixed / total).astype(queries.dtype).reshape(queries.shape)
-
-
-def attention_spread(
-    queries: jax.Array, context_keys: jax.Array, visible: jax.Array, block_keys: jax.Array
-) -> jax.Array:
-    """Says how evenly each token of a causal block attends: entropy of its weights over the log of what it sees.
-
-    Args:
-      queries: [B, T, N, H].
-      context_keys: [B, G, S, H].
-      visible: [B] int32; slots < visible are seen.
-      block_keys: [B, T, G, H].
-
-    Returns:
-      [B, T] float32 in 0..1, the mean over heads; 0 for a token that sees itself only.
-    """
-    batch, size, heads, dim = queries.shape
-    groups, slots = context_keys.shape[1:3]
-    grouped = queries.reshape(batch, size, groups, heads // groups, dim).astype(jnp.float32) * dim**-0.5
-    to_context = jnp.einsum("btgrh,bgsh->btgrs", grouped, context_keys)
-    to_block = jnp.einsum("btgrh,bjgh->btgrj", grouped, block_keys)
-    seen = jnp.arange(slots) < visible[:, None, None, None, None]
-    causal = jnp.tril(jnp.ones((size, size), bool))[:, None, None]
-    scores = [jnp.where(seen, to_context, MASKED), jnp.where(causal, to_block, MASKED)]
-    log_weights = jax.nn.log_softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    entropy = -jnp.sum(jnp.exp(log_weights) * log_weights, axis=-1).mean((2, 3))  # a masked entry adds 0 * -1e30 = 0
-    count = visible[:, None] + jnp.arange(1, size + 1)
-    return jnp.clip(entropy / jnp.log(jnp.maximum(count, 2)), 0.0, 1.0)
+def decoder_norm(config: DecoderConfig, layout: Layout, dtype) -> RMSNorm:
+    """Returns the norm over the residual stream that a decoder of this config has."""
+    return RMSNorm(config.width, config.norm_eps, layout, dtype, config.norm_plus_one)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE and optional QK norm, over explicit context keys and values.
+    """Grouped-query attention with RoPE over explicit context keys and values.
 
     Attributes:
-      config: the body's shape.
+      config: the decoder that the layer belongs to.
       layout: layout of the activations.
       dtype: dtype of the weights.
+      index: which of the decoder's layers it is: some slide over a window, with heads and RoPE of their own.
       features_in: size of the activations that come in; 0 = the body's width.
     """
 
     config: DecoderConfig
     layout: Layout
     dtype: jnp.dtype = jnp.float32
+    index: int = 0
     features_in: int = 0
 
     def setup(self):
         """Declares the parameters."""
-        c = self.config
-        self.query_size = c.num_heads * c.head_dim
-        self.kv_size = c.num_kv_heads * c.head_dim
-        features_in = self.features_in or c.width
-        self.qkv = Linear(self.query_size + 2 * self.kv_size, features_in, self.layout, dtype=self.dtype)
+        c, own = self.config, self.config.attention(self.index)
+        self.own = own
+        self.query_size = c.num_heads * own.head_dim
+        self.kv_size = own.num_kv_heads * own.head_dim
+        self.sizes = (self.query_size, self.kv_size) + (() if own.keys_as_values else (self.kv_size,))
+        self.qkv = Linear(sum(self.sizes), self.features_in or c.width, self.layout, c.qkv_bias, self.dtype)
         self.o = Linear(c.width, self.query_size, self.layout, dtype=self.dtype)
+        self.scale = c.attention_scale or own.head_dim**-0.5
+        self.inverse_frequency = rope.inverse_frequencies(
+            own.head_dim, own.rope_theta, own.rope_scaling, own.rope_share
+        )
         if c.qk_norm:
-            self.q_norm = self.param("q_norm", nn.initializers.ones, (c.head_dim,), self.dtype)
-            self.k_norm = self.param("k_norm", nn.initializers.ones, (c.head_dim,), self.dtype)
+            ones = nn.initializers.constant(1 - c.norm_plus_one)
+            self.q_norm = self.param("q_norm", ones, (own.head_dim,), self.dtype)
+            self.k_norm = self.param("k_norm", ones, (own.head_dim,), self.dtype)
 
-    def _keys(self, k: jax.Array, positions: jax.Array) -> jax.Array:
-        """Splits flat keys into heads, norms and rotates them: [n, G*H] -> [B, T, G, H]."""
-        k = k.reshape(*positions.shape, self.config.num_kv_heads, self.config.head_dim)
-        if self.config.qk_norm:
-            k = rms_norm(k, self.k_norm, self.config.norm_eps)
-        return rope(k, positions, self.config.rope_theta)
+    def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        return rope.rotate(x, positions, self.inverse_frequency, self.own.rope_scaling.attention_factor)
+
+    def _keys_values(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Splits flat keys and values into heads, norms both and rotates the keys: [n, G*H] -> [B, T, G, H]."""
+        c, shape = self.config, (*positions.shape, self.own.num_kv_heads, self.own.head_dim)
+        k, v = k.reshape(shape), v.reshape(shape)
+        if c.qk_norm:
+            k = rms_norm(k, self.k_norm, c.norm_eps, plus_one=c.norm_plus_one)
+        if c.value_norm:
+            v = rms_norm(v, None, c.norm_eps)
+        return self._rotate(k, positions), v
 
     def project_context(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of injected context activations.
@@ -302,9 +200,10 @@ class Attention(nn.Module):
           keys, values: [B, G, T, H] each.
         """
         flat = to_tokens(linear(self.qkv.weight[self.query_size :], x, self.layout), self.layout)
-        k, v = jnp.split(flat, 2, axis=1)
-        keys = self._keys(k, positions)
-        values = v.reshape(*positions.shape, self.config.num_kv_heads, self.config.head_dim)
+        if self.config.qkv_bias:
+            flat = flat + self.qkv.bias[self.query_size :]
+        k, v = (flat, flat) if self.own.keys_as_values else jnp.split(flat, 2, axis=1)
+        keys, values = self._keys_values(k, v, positions)
         return jnp.transpose(keys, (0, 2, 1, 3)), jnp.transpose(values, (0, 2, 1, 3))
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -318,13 +217,11 @@ class Attention(nn.Module):
           [B, T, N, H], [B, T, G, H], [B, T, G, H].
         """
         c = self.config
-        q, k, v = split_features(self.qkv(x), (self.query_size, self.kv_size, self.kv_size), self.layout)
-        q = to_tokens(q, self.layout).reshape(*positions.shape, c.num_heads, c.head_dim)
+        q, k, *v = (to_tokens(part, self.layout) for part in split_features(self.qkv(x), self.sizes, self.layout))
+        q = q.reshape(*positions.shape, c.num_heads, self.own.head_dim)
         if c.qk_norm:
-            q = rms_norm(q, self.q_norm, c.norm_eps)
-        k = self._keys(to_tokens(k, self.layout), positions)
-        v = to_tokens(v, self.layout).reshape(*positions.shape, c.num_kv_heads, c.head_dim)
-        return rope(q, positions, c.rope_theta), k, v
+            q = rms_norm(q, self.q_norm, c.norm_eps, plus_one=c.norm_plus_one)
+        return self._rotate(q, positions), *self._keys_values(k, v[0] if v else k, positions)
 
     def __call__(
         self,
@@ -348,24 +245,41 @@ class Attention(nn.Module):
         Returns:
           Activations like x; the tokens' own keys and values [B, A*K, G, H].
         """
-        c = self.config
+        own = self.own
         batch, blocks, size = positions.shape
         q, k, v = self.project(x, positions.reshape(batch, blocks * size))
         mixed = attend(
-            q.reshape(batch, blocks, size, c.num_heads, c.head_dim),
+            q.reshape(batch, blocks, size, self.config.num_heads, own.head_dim),
             context_keys,
             context_values,
             visible,
-            k.reshape(batch, blocks, size, c.num_kv_heads, c.head_dim),
-            v.reshape(batch, blocks, size, c.num_kv_heads, c.head_dim),
+            k.reshape(batch, blocks, size, own.num_kv_heads, own.head_dim),
+            v.reshape(batch, blocks, size, own.num_kv_heads, own.head_dim),
             block_mask,
+            self.scale,
+            own.window,
         )
         mixed = from_tokens(mixed.reshape(batch * blocks * size, self.query_size), self.layout)
         return self.o(mixed), k, v
 
+    def spread(self, x: jax.Array, positions: jax.Array, context_keys: jax.Array, visible: jax.Array) -> jax.Array:
+        """How evenly tokens attend (`attention.attention_spread`).
+
+        Args:
+          x: activations of B * T tokens.
+          positions: [B, T].
+          context_keys: [B, G, S, H].
+          visible: [B].
+
+        Returns:
+          [B, T] float32.
+        """
+        q, k, _ = self.project(x, positions)
+        return attention_spread(q, context_keys, visible, k, self.scale, self.own.window)
+
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x) (Shazeer, 2020)."""
+    """down(act(gate x) * up x) (Shazeer, 2020)."""
 
     config: DecoderConfig
     layout: Layout
@@ -380,23 +294,31 @@ class GatedMLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the layer to activations."""
         gate, up = split_features(self.gate_up(x), (self.config.mlp_width,) * 2, self.layout)
-        return self.down(jax.nn.silu(gate) * up)
+        gate = jax.nn.silu(gate) if self.config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self.down(gate * up)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals; the same for targets and drafters."""
+    """Pre-norm attention and MLP with residuals; the same for targets and drafters. Attributes as of `Attention`."""
 
     config: DecoderConfig
     layout: Layout
     dtype: jnp.dtype = jnp.float32
+    index: int = 0
 
     def setup(self):
         """Declares the parameters."""
         c = self.config
-        self.input_norm = RMSNorm(c.width, c.norm_eps, self.layout, self.dtype)
-        self.attention = Attention(c, self.layout, self.dtype)
-        self.mlp_norm = RMSNorm(c.width, c.norm_eps, self.layout, self.dtype)
+        norm = lambda: decoder_norm(c, self.layout, self.dtype)  # noqa: E731
+        self.input_norm = norm()
+        self.attention = Attention(c, self.layout, self.dtype, self.index)
+        self.mlp_norm = norm()
         self.mlp = GatedMLP(c, self.layout, self.dtype)
+        if c.sandwich_norms:
+            self.attention_out_norm = norm()
+            self.mlp_out_norm = norm()
+        if c.layer_scalar:
+            self.scalar = self.param("scalar", nn.initializers.ones, (1,), self.dtype)
 
     def project_context(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of injected context; see `Attention.project_context`."""
@@ -404,6 +326,9 @@ class DecoderLayer(nn.Module):
 
     def __call__(self, x, positions, context_keys, context_values, visible, block_mask):
         """Arguments and results as `Attention.__call__`."""
+        c = self.config
         mixed, k, v = self.attention(self.input_norm(x), positions, context_keys, context_values, visible, block_mask)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), k, v
+        x = x + (self.attention_out_norm(mixed) if c.sandwich_norms else mixed)
+        added = self.mlp(self.mlp_norm(x))
+        x = x + (self.mlp_out_norm(added) if c.sandwich_norms else added)
+        return (x * self.scalar if c.layer_scalar else x), k, v

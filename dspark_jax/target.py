@@ -40,8 +40,8 @@ class TargetModel(nn.Module):
         """Declares the parameters."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
-        self.layers = [layers.DecoderLayer(c, self.layout, self.dtype) for _ in range(c.num_layers)]
-        self.norm = layers.RMSNorm(c.width, c.norm_eps, self.layout, self.dtype)
+        self.layers = [layers.DecoderLayer(c, self.layout, self.dtype, i) for i in range(c.num_layers)]
+        self.norm = layers.decoder_norm(c, self.layout, self.dtype)
         if not c.tie_embeddings:
             self.head = self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.width), self.dtype)
 
@@ -58,12 +58,11 @@ class TargetModel(nn.Module):
         positions = (cache.length[:, None] + jnp.arange(size))[:, None, :]  # [B, 1, T]
         visible = cache.length[:, None]  # [B, 1]
         causal = jnp.tril(jnp.ones((size, size), bool))
-        x = layers.from_tokens(self.embed[token_ids.reshape(-1)], self.layout)
+        x = layers.embed(self.embed, token_ids.reshape(-1), self.config, self.layout)
         taps, keys, values, spread = {-1: x}, [], [], None
         for i, layer in enumerate(self.layers):
             if self.with_attention_spread and i == self.config.num_layers - 1:
-                q, k, _ = layer.attention.project(layer.input_norm(x), positions[:, 0])
-                spread = layers.attention_spread(q, cache.keys[i], cache.length, k)
+                spread = layer.attention.spread(layer.input_norm(x), positions[:, 0], cache.keys[i], cache.length)
             x, k, v = layer(x, positions, cache.keys[i], cache.values[i], visible, causal)
             taps[i] = x
             keys.append(jnp.transpose(k, (0, 2, 1, 3)))
@@ -73,6 +72,7 @@ class TargetModel(nn.Module):
         if with_logits:
             head = self.embed if self.config.tie_embeddings else self.head
             logits = by_token(layers.linear(head, x, self.layout)).astype(jnp.float32)
+            logits = layers.soft_cap(logits, self.config.logit_softcap)
         else:
             logits = jnp.zeros((batch, size, 0), jnp.float32)
         features = [by_token(taps[i]) for i in self.tapped_layers]

@@ -18,10 +18,12 @@ from ml_collections import config_flags
 
 import dspark_jax
 from dspark_jax import config, generation, schedules, sps, text
-from dspark_jax.checkpoints import orbax_drafter
+from dspark_jax.checkpoints.drafter_formats import read_drafter_files
+from dspark_jax.checkpoints.load import is_hub_id
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.drafter_loading import check_block_size, load_drafter, prompt_lookup
 from dspark_jax.drafters.dspark import DSparkDrafter
+from dspark_jax.drafters.eagle3 import Eagle3Drafter
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.scheduler import Policy
 
@@ -58,7 +60,7 @@ def new_flags(argv: Sequence[str]) -> flags.FlagValues:
     default = str(_HERE.parent / "configs" / "smollm2_demo.py")
     with _config_errors():
         config_flags.DEFINE_config_file("config", default, "Recipe.", flag_values=v, sys_argv=list(argv))
-    flags.DEFINE_string("drafter", None, "Folder of a trained drafter.", v)
+    flags.DEFINE_string("drafter", None, "Folder of a trained drafter, or folder or hub id of a published one.", v)
     flags.DEFINE_string("prompts", None, "JSONL file of prompts, the set 'file'.", v)
     flags.DEFINE_list("sets", None, "Of heldout, general, file, random; all that there are by default.", v)
     flags.DEFINE_integer("num_prompts", 20, "Prompts per set, the first ones.", flag_values=v)
@@ -143,10 +145,11 @@ def read_methods(values: flags.FlagValues, recipe: config.RecipeConfig) -> Calla
             if values[name].present:
                 raise config.ConfigError(f"--{name} = {values[name].value}: it needs a --drafter")
         return lambda target: methods
-    folder = Path(values.drafter)
-    if not folder.is_dir():
-        raise CheckpointError(f"--drafter = {folder}: there is no such folder; pass the output of train.distill")
-    description, _ = orbax_drafter.read_description(folder)
+    if not Path(values.drafter).is_dir() and not is_hub_id(values.drafter):
+        raise CheckpointError(
+            f"--drafter = {values.drafter}: there is no such folder; pass the output of train.distill"
+        )
+    description = read_drafter_files(values.drafter).config
     sizes = numbers(values.block_sizes, int, "block_sizes") if values.block_sizes else [recipe.decode.block_size]
     if values.block_sizes and min(sizes) < 1:
         raise config.ConfigError(f"--block_sizes = {','.join(values.block_sizes)}: use 1 or more")
@@ -157,11 +160,13 @@ def read_methods(values: flags.FlagValues, recipe: config.RecipeConfig) -> Calla
     def load(target: dspark_jax.Target) -> list[Method]:
         policies = make_policies(target.config.fingerprint())
         decode = recipe.decode
-        loaded = load_drafter(folder, target, draft_sampling=decode.draft_sampling, candidates=decode.candidates)
-        assert isinstance(loaded.drafter, DSparkDrafter)
+        loaded = load_drafter(
+            values.drafter, target, draft_sampling=decode.draft_sampling, candidates=decode.candidates
+        )
+        assert isinstance(loaded.drafter, DSparkDrafter | Eagle3Drafter)
         for size in sizes:
             cut = dataclasses.replace(loaded, drafter=dataclasses.replace(loaded.drafter, block_size=size))
-            methods.extend(Method(f"dspark K={size} {label}", cut, policies[label]) for label in policies)
+            methods.extend(Method(f"{loaded.name} K={size} {label}", cut, policies[label]) for label in policies)
         return methods
 
     return load

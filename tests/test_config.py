@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import ml_collections
 import pytest
 
 from dspark_jax import config
-from dspark_jax.config import ConfigError, DecoderConfig, DrafterConfig
+from dspark_jax.config import ConfigError, DecoderConfig, DrafterConfig, RopeScaling
 
 DECODER = DecoderConfig("qwen3", 97, 32, 48, 2, 4, 2, 8, 1e4, 1e-6, True, False, 512)
 
@@ -52,6 +53,13 @@ def test_drafter_config_takes_the_borders():
         ({"head_dim": 7}, "RoPE needs an even head_dim"),
         ({"width": 0}, "width = 0"),
         ({"num_layers": -1}, "num_layers = -1"),
+        ({"activation": "relu"}, "decoder activation = 'relu': use one of silu, gelu_tanh"),
+        ({"rope_share": 0.0}, "decoder rope_share = 0.0"),
+        ({"sliding_layers": (0,)}, "decoder sliding_window = 0: sliding layers need one"),
+        ({"sliding_layers": (1, 0), "sliding_window": 4}, r"sliding_layers = \(1, 0\): name layers 0.."),
+        ({"sliding_layers": (99,), "sliding_window": 4}, r"sliding_layers = \(99,\): name layers 0.."),
+        ({"sliding_head_dim": 7}, "sliding_head_dim = 7: RoPE needs an even head_dim"),
+        ({"sliding_kv_heads": 3}, "it must be a multiple of sliding_kv_heads=3"),
     ],
 )
 def test_decoder_config_refuses(fields, message):
@@ -59,18 +67,68 @@ def test_decoder_config_refuses(fields, message):
         dataclasses.replace(DECODER, **fields)
 
 
+NEW_FIELDS = {  # of DecoderConfig, each with a value that is not its default
+    "qkv_bias": True,
+    "activation": "gelu_tanh",
+    "rope_scaling": RopeScaling("linear", 8.0),
+    "rope_share": 0.25,
+    "sliding_window": 8,
+    "sliding_layers": (0,),
+    "sliding_rope_theta": 1e4,
+    "sliding_head_dim": 8,
+    "sliding_kv_heads": 1,
+    "attention_scale": 1.0,
+    "keys_as_values": True,
+    "value_norm": True,
+    "norm_plus_one": True,
+    "sandwich_norms": True,
+    "layer_scalar": True,
+    "scale_embeddings": True,
+    "logit_softcap": 30.0,
+}
+
+
 def test_fingerprint_depends_on_every_field():
+    names = [field.name for field in dataclasses.fields(DECODER)]
+    values = ("llama", 98, 34, 50, 3, 6, 4, 10, 2e4, 1e-5, False, True, 256)
+    assert names == [*names[: len(values)], *NEW_FIELDS], "a new field of DecoderConfig needs a value in this test"
+    sliding = dataclasses.replace(DECODER, sliding_window=4)
     changed = {
-        field.name: dataclasses.replace(DECODER, **{field.name: other})
-        for field, other in zip(
-            dataclasses.fields(DECODER), ("llama", 98, 34, 50, 3, 6, 4, 10, 2e4, 1e-5, False, True, 256)
-        )
-        if field.name not in ("num_heads", "num_kv_heads")
+        name: dataclasses.replace(sliding, **{name: other})
+        for name, other in [*zip(names, values), *NEW_FIELDS.items()]
+        if name not in ("num_heads", "num_kv_heads")
     }
-    changed["heads"] = dataclasses.replace(DECODER, num_heads=6)
-    changed["kv_heads"] = dataclasses.replace(DECODER, num_kv_heads=1)
-    prints = {DECODER.fingerprint()} | {c.fingerprint() for c in changed.values()}
-    assert len(prints) == len(changed) + 1
+    changed["heads"] = dataclasses.replace(sliding, num_heads=6)
+    changed["kv_heads"] = dataclasses.replace(sliding, num_kv_heads=1)
+    prints = {sliding.fingerprint(), DECODER.fingerprint()} | {c.fingerprint() for c in changed.values()}
+    assert len(prints) == len(changed) + 2
+
+
+def test_recorded_fingerprints():
+    """Trained drafters store their target's fingerprint: fields that came later don't change it at their defaults."""
+    assert DecoderConfig().fingerprint() == "823b13205ed33e7e"  # SmolLM2, in drafters/smollm2_135m/drafter.json
+    qwen3 = DecoderConfig("qwen3", 97, 32, 48, 3, 4, 2, 8, 1e4, 1e-6, True, False, 512)
+    assert qwen3.fingerprint() == "9277f8f4908a5189"
+    saved = json.loads((Path(__file__).parent.parent / "drafters" / "smollm2_135m" / "drafter.json").read_text())
+    assert config.drafter_config_from_dict(saved).target_fingerprint == DecoderConfig().fingerprint()
+
+
+def test_attention_of_a_layer():
+    body = dataclasses.replace(
+        DECODER,
+        rope_scaling=RopeScaling("linear", 8.0),
+        keys_as_values=True,
+        sliding_window=8,
+        sliding_layers=(1,),
+        sliding_rope_theta=1e3,
+        sliding_head_dim=4,
+        sliding_kv_heads=1,
+    )
+    full, sliding = body.attention(0), body.attention(1)
+    assert (full.num_kv_heads, full.head_dim, full.window) == (DECODER.num_kv_heads, DECODER.head_dim, 0)
+    assert (full.rope_theta, full.rope_scaling.factor, full.keys_as_values) == (DECODER.rope_theta, 8.0, True)
+    assert (sliding.num_kv_heads, sliding.head_dim, sliding.window) == (1, 4, 8)
+    assert (sliding.rope_theta, sliding.rope_scaling.kind, sliding.keys_as_values) == (1e3, "none", False)
 
 
 def test_drafter_config_round_trip():

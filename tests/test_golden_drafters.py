@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from dspark_jax import decode, kv_cache, processors, sampling, schedules
+from dspark_jax import decode, kv_cache, layers, processors, sampling, schedules
 from dspark_jax.checkpoints import deepspec
+from dspark_jax.checkpoints.drafter_files import tensors_from_params
 from dspark_jax.checkpoints.huggingface import read_folder
 from dspark_jax.checkpoints.target_params import target_params
 from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, SharedWeights
@@ -17,29 +19,37 @@ from train import anchors, losses, step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-HEADS = ["vanilla", "gated", "rnn", "dflash"]
-TRACES = [(h, t) for h in HEADS for t in ("0.0", "0.2") if (h, t) != ("dflash", "0.2")]  # dflash has no confidence
+HEADS = ["vanilla", "gated", "rnn", "dflash", "gemma4"]
+# dflash has no confidence, gemma4 one trace
+TRACES = [(h, t) for h in HEADS for t in ("0.0", "0.2") if t == "0.0" or h not in ("dflash", "gemma4")]
 SLOTS = 128
 
 
+def folder_of(golden, head):
+    return golden / ("draft_gemma4_vanilla" if head == "gemma4" else f"draft_qwen3_{head}")
+
+
 def load(golden, head):
-    config, tensors = deepspec.read_folder(golden / f"draft_qwen3_{head}")
-    shared = SharedWeights(
-        embed=jnp.asarray(tensors["embed_tokens.weight"]), head=jnp.asarray(tensors["lm_head.weight"]), vocab=None
-    )
-    return config, deepspec.params_from_tensors(config, tensors), shared
+    files = deepspec.read_folder(folder_of(golden, head))
+    copies = safetensors.numpy.load_file(folder_of(golden, head) / "model.safetensors")
+    shared = SharedWeights(jnp.asarray(copies["embed_tokens.weight"]), jnp.asarray(copies["lm_head.weight"]), None)
+    return files.config, files.params(jnp.float32), shared
 
 
 def test_every_trace_is_compared(golden):
     paths = [p for p in golden.glob("draft_*/greedy_*.json") if "eagle3" not in p.parent.name]  # a test of its own
-    assert {(p.parent.name.removeprefix("draft_qwen3_"), p.stem[-3:]) for p in paths} == set(TRACES)
+    expected = {(folder_of(golden, head).name, threshold) for head, threshold in TRACES}
+    assert {(p.parent.name, p.stem[-3:]) for p in paths} == expected
 
 
-@pytest.mark.parametrize("layout", ["feature_major", "token_major"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    ("head", "layout"),
+    # Layouts are the layers' own affair: one is enough for another family.
+    [(head, layout) for head in HEADS for layout in ("feature_major", "token_major")][:-1],
+)
 def test_training(golden, head, layout):
     config, params, shared = load(golden, head)
-    recorded = np.load(golden / f"draft_qwen3_{head}" / "train_golden.npz")
+    recorded = np.load(folder_of(golden, head) / "train_golden.npz")
     model = DSparkModel(config, layout)
     tokens = jnp.asarray(recorded["input_ids"], jnp.int32)
     hidden = jnp.asarray(recorded["target_last_hidden"])
@@ -47,7 +57,7 @@ def test_training(golden, head, layout):
         "tokens": tokens,
         "features": jnp.asarray(recorded["target_features"]).reshape(*tokens.shape, len(config.tapped_layers), -1),
         "last_hidden": hidden,
-        "log_normalizer": jax.nn.logsumexp(hidden @ shared.head.T, -1),
+        "log_normalizer": jax.nn.logsumexp(layers.soft_cap(hidden @ shared.head.T, config.decoder.logit_softcap), -1),
     }
     blocks = anchors.make_anchors(
         tokens,
@@ -87,9 +97,10 @@ def test_training(golden, head, layout):
         np.testing.assert_allclose(np.asarray(confidence)[mask], recorded["confidence_logits"][mask], atol=2e-5, rtol=0)
 
     # A gradient entry is a sum with cancellation: compare with the tensor's largest one.
-    ours = deepspec.tensors_from_params(config, gradients)
+    ours = tensors_from_params(config, gradients)
     names = [name.removeprefix("grad/") for name in recorded.files if name.startswith("grad/")]
-    assert set(names) == set(ours)
+    # The reference keeps Gemma's layer scalars as they are.
+    assert set(names) == {name for name in ours if not name.endswith("layer_scalar")}
     for name in names:
         expected = recorded[f"grad/{name}"]
         np.testing.assert_allclose(ours[name], expected, atol=1e-4 * np.abs(expected).max(), rtol=0, err_msg=name)
@@ -109,15 +120,18 @@ def block_logits(model, params, shared, batch, blocks):
 
 
 @pytest.fixture(scope="module")
-def target(qwen3_folder):
-    files = read_folder(qwen3_folder)
-    return files.config, target_params(files)
+def targets(golden):
+    def read(name):
+        files = read_folder(golden / name)
+        return files.config, target_params(files)
+
+    return {name: read(f"target_{name}") for name in ("qwen3", "gemma4")}
 
 
 @pytest.mark.parametrize(("head", "threshold"), TRACES)
-def test_greedy_trace(golden, target, head, threshold):
+def test_greedy_trace(golden, targets, head, threshold):
     """The reference commits the first token at prefill, so its first cycle starts with that token as the anchor."""
-    target_config, target_weights = target
+    target_config, target_weights = targets["gemma4" if head == "gemma4" else "qwen3"]
     config, params, shared = load(golden, head)
     drafter = DSparkDrafter(DSparkModel(config, "feature_major"), config.block_size)
     weights = {"model": params, "shared": shared}
@@ -127,7 +141,7 @@ def test_greedy_trace(golden, target, head, threshold):
     model = TargetStep(TargetModel(target_config, "feature_major", config.tapped_layers))
     cycle = decode.Cycle(model, drafter, policy, widths)
     run_cycle = jax.jit(decode.speculative_cycle)
-    records = json.loads((golden / f"draft_qwen3_{head}" / f"greedy_threshold_{threshold}.json").read_text())
+    records = json.loads((folder_of(golden, head) / f"greedy_threshold_{threshold}.json").read_text())
     assert len(records) == 3
     for record in records:
         start = len(record["prompt"]) + 1

@@ -12,7 +12,7 @@ from flax import struct
 from test_decode import BUDGET, SLOTS, VOCAB, random_dspark, scripted
 
 import dspark_jax
-from dspark_jax import config, decode, generation, layers, schedules, sps
+from dspark_jax import attention, config, decode, generation, schedules, sps
 from dspark_jax.config import ConfigError
 from dspark_jax.generation import GenerationError
 from dspark_jax.scheduler import Feedback, Policy, normalized_entropy
@@ -252,7 +252,7 @@ def test_attention_spread_is_the_entropy_of_the_weights():
     rng = np.random.default_rng(7)
     queries, keys = rng.normal(0, 2, (2, 3, 4, 8)), rng.normal(0, 2, (2, 2, 6, 8))  # [B, T, N, H], [B, G, S, H]
     own, visible = rng.normal(0, 2, (2, 3, 2, 8)), [4, 0]
-    spread = layers.attention_spread(*map(jnp.asarray, (queries, keys, visible, own)))
+    spread = attention.attention_spread(*map(jnp.asarray, (queries, keys, visible, own)))
     for b in range(2):
         for t in range(3):
             entropies = []

@@ -63,9 +63,8 @@ def load_recipe_target(recipe: RecipeConfig) -> Target:
 def drafter_config(recipe: RecipeConfig, target: Target) -> DrafterConfig:
     """Resolves the recipe's drafter for a target."""
     cfg = recipe.drafter
-    body = dataclasses.replace(
-        target.config, num_layers=cfg.num_layers, mlp_width=cfg.mlp_width or target.config.mlp_width
-    )
+    width = cfg.mlp_width or target.config.mlp_width
+    body = dataclasses.replace(target.config, num_layers=cfg.num_layers, mlp_width=width, sliding_layers=())
     mask = cfg.mask_token_id
     if mask < 0:
         unused = target.tokenizer.unused_control_token() if target.tokenizer else None

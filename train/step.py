@@ -97,7 +97,8 @@ def loss_and_gradients(
         target_logits = layers.to_tokens(
             layers.linear(shared.head, layers.from_tokens(flat, model.layout), model.layout), model.layout
         )
-        log_p = target_logits.astype(jnp.float32).reshape(chunk, size, -1) - piece["log_normalizer"][..., None]
+        target_logits = layers.soft_cap(target_logits.astype(jnp.float32), model.config.decoder.logit_softcap)
+        log_p = target_logits.reshape(chunk, size, -1) - piece["log_normalizer"][..., None]
         logits, confidence = cast("Any", model.apply)(
             {"params": heads}, shared.head, hidden, piece["previous"], method="block_logits"
         )

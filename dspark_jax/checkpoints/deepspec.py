@@ -1,98 +1,100 @@
-"""DeepSpec drafters: the published `dspark_*` and `dflash_*` checkpoints (safetensors and config.json)."""
+"""DeepSpec drafters (`dspark_*`, `dflash_*`): Qwen3 or Gemma 4 layers, copies of the target's embedding and head.
+
+The classes `Qwen3DSparkModel` and `Gemma4DSparkModel` predict from the anchor's slot on, with or without a sequential
+head (`markov_rank` 0 is DFlash's parallel drafter, trained in DSpark's layout). The whole vocabulary is drafted.
+`Qwen3Eagle3Model` is read too (`deepspec_eagle3`).
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-import safetensors.numpy
-
-from dspark_jax.checkpoints.huggingface import decoder_config_from_hf
-from dspark_jax.checkpoints.target_files import CheckpointError
-from dspark_jax.checkpoints.target_params import layer_params, split_layer_params
+from dspark_jax.checkpoints import deepspec_eagle3, drafter_folder
+from dspark_jax.checkpoints.drafter_files import DrafterFiles
+from dspark_jax.checkpoints.drafter_folder import required
+from dspark_jax.checkpoints.safetensors_files import read_json
+from dspark_jax.checkpoints.target_files import CheckpointError, TargetFiles
 from dspark_jax.config import DrafterConfig
-from dspark_jax.records import Params
+
+FORMAT = "deepspec"
+ARCHITECTURES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4_text"}  # and their model_type
 
 
 def read_config(values: Mapping[str, Any]) -> DrafterConfig:
-    """Returns the drafter's config from the fields of a DeepSpec config.json (Qwen3 bodies)."""
-    for field in ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers"):
-        if field not in values:
-            raise CheckpointError(f"DeepSpec config.json has no {field!r}: it can't be guessed, add it from the source")
-    rank = int(values.get("markov_rank") or 0)
-    confidence = bool(values.get("enable_confidence_head", False))
+    """Returns the drafter's config from the fields of a DeepSpec config.json.
+
+    Raises:
+      CheckpointError: another architecture, or a field that is missing, wrong or not supported.
+    """
+    architectures = values.get("architectures")
+    if architectures not in [[name] for name in ARCHITECTURES]:
+        raise CheckpointError(f"architectures = {architectures!r}: supported are {', '.join(ARCHITECTURES)}")
+    rank = required(values, "markov_rank", "integer")
+    confidence = required(values, "enable_confidence_head", "bool")
+    known = drafter_folder.travelling(values)
+    if not known.get("target_name") and values.get("target_model_name_or_path"):
+        known["target_name"] = str(values["target_model_name_or_path"])
+    known["target_layers"] = required(values, "num_target_layers", "integer")
     return DrafterConfig(
-        decoder=decoder_config_from_hf(dict(values) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}),
-        block_size=int(values["block_size"]),
-        tapped_layers=tuple(values["target_layer_ids"]),
-        mask_token_id=int(values["mask_token_id"]),
+        decoder=drafter_folder.body_from_values(values, ARCHITECTURES[architectures[0]]),
+        block_size=required(values, "block_size", "integer"),
+        tapped_layers=tuple(required(values, "target_layer_ids", "integers")),
+        mask_token_id=required(values, "mask_token_id", "integer"),
         anchor_layout="anchor_predicts",
         sequential_head=values.get("markov_head_type", "vanilla") if rank else "none",
         markov_rank=rank,
         confidence_head=confidence,
-        confidence_reads_markov=confidence and bool(values.get("confidence_head_with_markov", False)),
-        target_layers=int(values["num_target_layers"]),
+        confidence_reads_markov=confidence and required(values, "confidence_head_with_markov", "bool"),
+        **known,
     )
 
 
-def read_folder(path: str | Path) -> tuple[DrafterConfig, dict[str, np.ndarray]]:
-    """Reads config and tensors of a DeepSpec folder."""
-    folder = Path(path)
-    try:
-        values = json.loads((folder / "config.json").read_text())
-        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{folder}: not a readable DeepSpec drafter: {error}") from error
-    return read_config(values), tensors
+def write_config(config: DrafterConfig) -> dict[str, Any]:
+    """The inverse of `read_config`.
 
-
-def params_from_tensors(config: DrafterConfig, tensors: Mapping[str, np.ndarray], dtype: Any = jnp.float32) -> Params:
-    """Converts DeepSpec tensors to the parameters of `drafters.dspark.DSparkModel`."""
-    get = lambda name: jnp.asarray(np.asarray(tensors[name]), dtype)  # noqa: E731
-    params: dict[str, Any] = {
-        "fc": {"weight": get("fc.weight")},
-        "context_norm": {"weight": get("hidden_norm.weight")},
-        "norm": {"weight": get("norm.weight")},
+    Raises:
+      CheckpointError: the format has no place for the drafter's vocabulary, layout or target.
+    """
+    if config.draft_vocab_size:
+        raise CheckpointError(
+            f"draft_vocab_size = {config.draft_vocab_size}: DeepSpec's format has no reduced vocabulary; use"
+            " --format=speculators"
+        )
+    if config.anchor_layout != "anchor_predicts":
+        raise CheckpointError(
+            f"anchor_layout = {config.anchor_layout!r}: DeepSpec's drafters predict from the anchor's slot on; use"
+            " --format=zlab or speculators"
+        )
+    if not config.target_layers:
+        raise CheckpointError("the number of the target's layers is unknown: name the target (--target)")
+    head = config.sequential_head
+    architecture = "Gemma4DSparkModel" if config.decoder.family == "gemma4" else "Qwen3DSparkModel"
+    return {
+        **drafter_folder.body_to_values(config.decoder, ("qwen3", "gemma4")),
+        "architectures": [architecture],
+        "num_target_layers": config.target_layers,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.tapped_layers),
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_head and config.confidence_reads_markov,
+        "markov_rank": config.markov_rank if head != "none" else 0,
+        "markov_head_type": head if head != "none" else "vanilla",
+        drafter_folder.OURS: drafter_folder.own_fields_of(config),
     }
-    for i in range(config.decoder.num_layers):
-        params[f"layers_{i}"] = layer_params(tensors, f"layers.{i}.", config.decoder, dtype)
-    if config.sequential_head != "none":
-        head: dict[str, Any] = {"w1": get("markov_head.markov_w1.weight"), "w2": get("markov_head.markov_w2.weight")}
-        own = {"gated": "gate", "rnn": "joint"}.get(config.sequential_head)
-        if own:
-            head[own] = {
-                "weight": get(f"markov_head.{own}_proj.weight"),
-                "bias": get(f"markov_head.{own}_proj.bias"),
-            }
-        params["sequential"] = head
-    if config.confidence_head:
-        params["confidence"] = {
-            "proj": {"weight": get("confidence_head.proj.weight"), "bias": get("confidence_head.proj.bias")}
-        }
-    return params
 
 
-def tensors_from_params(config: DrafterConfig, params: Params) -> dict[str, np.ndarray]:
-    """The inverse of `params_from_tensors` (also for gradients)."""
-    tensors = {
-        "fc.weight": params["fc"]["weight"],
-        "hidden_norm.weight": params["context_norm"]["weight"],
-        "norm.weight": params["norm"]["weight"],
-    }
-    for i in range(config.decoder.num_layers):
-        tensors |= split_layer_params(params[f"layers_{i}"], f"layers.{i}.", config.decoder)
-    if config.sequential_head != "none":
-        head = params["sequential"]
-        tensors |= {"markov_head.markov_w1.weight": head["w1"], "markov_head.markov_w2.weight": head["w2"]}
-        for own in ("gate", "joint"):
-            if own in head:
-                tensors[f"markov_head.{own}_proj.weight"] = head[own]["weight"]
-                tensors[f"markov_head.{own}_proj.bias"] = head[own]["bias"]
-    if config.confidence_head:
-        tensors["confidence_head.proj.weight"] = params["confidence"]["proj"]["weight"]
-        tensors["confidence_head.proj.bias"] = params["confidence"]["proj"]["bias"]
-    return {name: np.asarray(value) for name, value in tensors.items()}
+def read_folder(path: str | Path) -> DrafterFiles:
+    """Reads a DeepSpec folder; see `drafter_folder.read_folder`."""
+    values = read_json(Path(path) / "config.json")
+    if values.get("architectures") == [deepspec_eagle3.ARCHITECTURE]:
+        return drafter_folder.read_folder(path, FORMAT, deepspec_eagle3.read_config)
+    return drafter_folder.read_folder(path, FORMAT, read_config)
+
+
+def write_folder(folder: Path, files: DrafterFiles, target: TargetFiles | None) -> None:
+    """Writes a DeepSpec folder, with copies of the target's embedding and head; see `drafter_folder.write_folder`."""
+    values = write_config(files.config)
+    drafter_folder.write_folder(folder, files, values, read_config, drafter_folder.cast_copies(files, target))

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.checkpoints.huggingface import decoder_config_from_hf
+from dspark_jax.checkpoints import target_files
+from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.checkpoints.target_params import layer_params, split_layer_params
 from dspark_jax.config import Eagle3Config
@@ -38,6 +39,17 @@ def read_config(values: Mapping[str, Any]) -> Eagle3Config:
         target_layers=int(values["num_target_layers"]),
         target_name=str(values.get("target_model_name_or_path", "")),
     )
+
+
+def expected_tensors(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """Returns name and shape of every tensor that a drafter of this config has."""
+    width = config.decoder.width
+    tensors = {"fc.weight": (width, len(config.tapped_layers) * width), "norm.weight": (width,)}
+    for name, shape in target_files.expected_tensors(config.decoder).items():
+        if name.startswith("model.layers."):
+            inputs = 2 if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else 1
+            tensors[name.removeprefix("model.")] = (*shape[:-1], shape[-1] * inputs)
+    return tensors | {f"{_LAYER}hidden_norm.weight": (width,)}
 
 
 def params_from_tensors(config: Eagle3Config, tensors: Mapping[str, np.ndarray], dtype: Any = jnp.float32) -> Params:

@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp's format) of the llama and qwen3 architectures."""
+"""GGUF files (llama.cpp's format) of the llama, qwen2 and qwen3 architectures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dspark_jax.checkpoints.target_files import (
 from dspark_jax.config import ConfigError, DecoderConfig
 from dspark_jax.text import TextError, Tokenizer, tokenizer_from_gguf
 
-_ARCHITECTURES = ("llama", "qwen3")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 # Names outside the layers and inside `blk.N.`, without the final `.weight`.
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -96,9 +96,9 @@ def _corrupt(path: Path, error: Exception) -> CheckpointError:
 
 def _hf_name(name: str) -> str:
     """Returns the Hugging Face name of a tensor, the name itself if there is none."""
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.weight"
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
     stem = name.removesuffix(".weight")
     return f"{_TOP_NAMES[stem]}.weight" if stem != name and stem in _TOP_NAMES else name
 
@@ -155,6 +155,7 @@ def _decoder_config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
             rope_theta=_widen(field("rope.freq_base", 10000.0)),
             norm_eps=_widen(field("attention.layer_norm_rms_epsilon")),
             qk_norm=arch == "qwen3",
+            qkv_bias=arch == "qwen2",
             tie_embeddings="lm_head.weight" not in shapes,
             max_positions=field("context_length"),
         )

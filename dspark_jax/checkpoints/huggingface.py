@@ -1,17 +1,15 @@
-"""Hugging Face folders and hub ids of the llama and qwen3 families."""
+"""Hugging Face folders and hub ids: config, safetensors and tokenizer of a target."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import huggingface_hub.errors
-import numpy as np
-import safetensors
 
+from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf, is_wrapper
+from dspark_jax.checkpoints.safetensors_files import StoredTensor, check_types, find_tensors, read_json
 from dspark_jax.checkpoints.target_files import (
     CheckpointError,
     LazyTensors,
@@ -20,60 +18,17 @@ from dspark_jax.checkpoints.target_files import (
     check_tokenizer,
     expected_tensors,
 )
-from dspark_jax.config import ConfigError, DecoderConfig
 from dspark_jax.text import TextError, Tokenizer, tokenizer_from_folder
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
 
-
-def decoder_config_from_hf(values: Mapping[str, Any]) -> DecoderConfig:
-    """Returns the config that a Hugging Face `config.json` describes.
-
-    Fields that a file leaves out have the default of its model type. The base of the rotary frequencies is read
-    from `rope_theta` and from the newer `rope_parameters`.
-
-    Raises:
-      CheckpointError: a model type or feature that is not supported, or a missing field; it is named with its value.
-    """
-    family = values.get("model_type")
-    architectures = values.get("architectures") or []
-    if family not in _ARCHITECTURES or any(name != _ARCHITECTURES[family] for name in architectures):
-        supported = ", ".join(f"{kind} ({name})" for kind, name in _ARCHITECTURES.items())
-        raise CheckpointError(
-            f"model_type = {family!r} with architectures = {architectures!r} is not supported;"
-            f" supported are {supported}"
-        )
-    _refuse_features(values)
-
-    def field(key: str, default: Any = None) -> Any:
-        value = values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(f"{key} = {value!r}: the config must give a number; complete its config.json")
-        return value
-
-    width, num_heads = field("hidden_size"), field("num_attention_heads")
-    qwen3 = family == "qwen3"
-    try:
-        return DecoderConfig(
-            family=family,
-            vocab_size=field("vocab_size"),
-            width=width,
-            mlp_width=field("intermediate_size"),
-            num_layers=field("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=field("num_key_value_heads", num_heads),
-            head_dim=field("head_dim", 128 if qwen3 else width // max(num_heads, 1)),
-            rope_theta=_rope_theta(values),
-            norm_eps=float(field("rms_norm_eps", 1e-6)),
-            qk_norm=qwen3,
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-            max_positions=field("max_position_embeddings", 32768 if qwen3 else 2048),
-        )
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
+# Where multimodal models keep their language model, now and before; the rest of them is not read.
+_LANGUAGE_MODEL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_MODALITIES = ("vision_tower", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio")
 
 
 def read_folder(path: str | Path) -> TargetFiles:
@@ -87,22 +42,20 @@ def read_folder(path: str | Path) -> TargetFiles:
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"no folder at {folder}: name a folder with config.json and model.safetensors")
-    values = _read_json(folder / "config.json")
+    values = read_json(folder / "config.json")
     try:
         config = decoder_config_from_hf(values)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    files, shapes = _find_tensors(folder)
+    stored = _language_model(find_tensors(folder), is_wrapper(values))
     expected = expected_tensors(config)
-    check_tensors(shapes, expected, str(folder))
+    check_tensors({name: tensor.shape for name, tensor in stored.items()}, expected, str(folder))
     tokenizer = _read_tokenizer(folder)
     check_tokenizer(tokenizer, config, str(folder))
 
-    def read(name: str) -> np.ndarray:
-        with _open(files[name]) as tensors:
-            return tensors.get_tensor(name)
-
-    return TargetFiles(config, LazyTensors(expected, read), tokenizer, folder.resolve().name)
+    return TargetFiles(
+        config, LazyTensors(expected, lambda name: stored[name].read()), tokenizer, folder.resolve().name
+    )
 
 
 def download(model_id: str) -> Path:
@@ -137,106 +90,21 @@ def download(model_id: str) -> Path:
         ) from error
 
 
-# --- config --------------------------------------------------------------------------------------
-
-
-def _refuse_features(values: Mapping[str, Any]) -> None:
-    """Refuses what would change the output and is not implemented."""
-    for key, accepted in {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "partial_rotary_factor": (1.0,),
-        "quantization_config": (),
-    }.items():
-        value = values.get(key)
-        if value is not None and value not in accepted:
-            only = f"only {accepted[0]!r} is" if accepted else "only unquantised weights are"
-            raise CheckpointError(f"{key} = {value!r} is not supported, {only}; use a model without it")
-    layer_types = values.get("layer_types")
-    others = sorted(set(layer_types or ()) - {"full_attention"})
-    if others:
-        raise CheckpointError(
-            f"layer_types with {', '.join(map(repr, others))} (sliding_window = {values.get('sliding_window')!r})"
-            " is not supported, only 'full_attention' is; use a model without it"
-        )
-    # Without layer_types, Qwen3 slides from layer max_window_layers on.
-    if layer_types is None and values.get("use_sliding_window") and values.get("sliding_window") is not None:
-        first = values.get("max_window_layers", 28)
-        if first < values.get("num_hidden_layers", 0):
-            raise CheckpointError(
-                f"sliding_window = {values['sliding_window']!r} from layer {first} on is not supported;"
-                " use a model without it"
-            )
-
-
-def _rope_theta(values: Mapping[str, Any]) -> float:
-    """Returns the base of the rotary frequencies from either dialect, refusing scaled ones."""
-    thetas = [values.get("rope_theta")]
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = values.get(key)
-        if rope is None:
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else None
-        nested = isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values())
-        if kind != "default" or nested or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{key} = {rope!r} is not supported, only rope_type 'default' is; use another model")
-        thetas.append(rope.get("rope_theta"))
-    given = {float(theta) for theta in thetas if theta is not None}
-    if len(given) > 1:
-        raise CheckpointError(f"rope_theta is given as {' and as '.join(map(str, sorted(given)))}: keep the right one")
-    return given.pop() if given else 10000.0
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _find_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Returns the file and the shape of each tensor, from the files' headers only."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        shapes = _read_shapes(single)
-        return dict.fromkeys(shapes, single), shapes
-    if not index.is_file():
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:20])
-        raise CheckpointError(
-            f"{folder} has neither {single.name} nor {index.name} (it has {found}): save the model with"
-            " save_pretrained(folder, safe_serialization=True)"
-        )
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map = {weight_map!r}, expected file names by tensor; fetch it again")
-    files = {name: folder / file for name, file in weight_map.items()}
-    in_shard = {file: _read_shapes(file) for file in sorted(set(files.values()))}
-    for name, file in files.items():
-        if name not in in_shard[file]:
-            raise CheckpointError(f"{index} puts {name} into {file.name}, which doesn't hold it; fetch both again")
-    return files, {name: in_shard[file][name] for name, file in files.items()}
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safetensors.safe_open(file, framework="numpy")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing: fetch it again") from error
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file ({error}): fetch it again") from error
-
-
-def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes in a file's header, refusing types that are not plain floats."""
-    shapes = {}
-    with _open(file) as tensors:
-        names = tensors.keys()
-        for name in names:
-            view = tensors.get_slice(name)
-            if view.get_dtype() not in _FLOAT_TYPES:
-                raise CheckpointError(
-                    f"{file}: {name} has type {view.get_dtype()}, only {', '.join(_FLOAT_TYPES)} are supported;"
-                    " use the unquantised weights"
-                )
-            shapes[name] = tuple(view.get_shape())
-    return shapes
+def _language_model(found: Mapping[str, StoredTensor], wrapper: bool) -> dict[str, StoredTensor]:
+    """Returns the tensors of the language model under the names that it has by itself, refusing quantised ones."""
+    tensors = {}
+    for name, tensor in found.items():
+        if wrapper and name.removeprefix("model.").startswith(_OTHER_MODALITIES):
+            continue
+        for prefix, own in _LANGUAGE_MODEL.items():
+            if name.startswith(prefix):
+                name = own + name.removeprefix(prefix)
+        tensors[name] = tensor
+    check_types(tensors.values())
+    return tensors
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -246,15 +114,3 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
         return tokenizer_from_folder(folder)
     except TextError as error:
         raise CheckpointError(str(error)) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read ({error}): the folder must hold a Hugging Face model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON ({error}): fetch it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, got {type(values).__name__}; fetch it again")
-    return values

@@ -30,10 +30,15 @@ def read_target_files(name_or_path: str | Path) -> TargetFiles:
         return gguf_file.read_gguf(path)
     if text and path.is_dir():
         return huggingface.read_folder(path)
-    if isinstance(name_or_path, str) and not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text):
+    if not path.exists() and is_hub_id(name_or_path):
         return dataclasses.replace(huggingface.read_folder(huggingface.download(text)), name=text)
     what = "is neither a folder nor a GGUF file" if text and path.exists() else "doesn't exist"
     raise CheckpointError(
         f"target {text!r} {what}: use {SMOLLM2!r}, a .gguf file, a folder with config.json and"
         " model.safetensors, or a hub id org/name"
     )
+
+
+def is_hub_id(name: str | Path) -> bool:
+    """Whether a name has the form of a hub id, org/name; paths (`pathlib.Path`) never have."""
+    return isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -57,29 +58,49 @@ class LazyTensors(Mapping[str, np.ndarray]):
         return len(self.shapes)
 
 
+def number(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Returns a number out of a config, `default` if the field is missing or null.
+
+    Raises:
+      CheckpointError: it is not a number, or missing without a default.
+    """
+    value = values.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CheckpointError(f"{key} = {value!r}: the config must give a number; complete its config.json")
+    return value
+
+
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Returns name and shape of every tensor that a target of this config has."""
-    width = config.width
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = {
-        "input_layernorm": (width,),
-        "self_attn.q_proj": (q_rows, width),
-        "self_attn.k_proj": (kv_rows, width),
-        "self_attn.v_proj": (kv_rows, width),
-        "self_attn.o_proj": (width, q_rows),
-        "post_attention_layernorm": (width,),
-        "mlp.gate_proj": (config.mlp_width, width),
-        "mlp.up_proj": (config.mlp_width, width),
-        "mlp.down_proj": (width, config.mlp_width),
-    }
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm": (config.head_dim,), "self_attn.k_norm": (config.head_dim,)}
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.width)}
     for i in range(config.num_layers):
-        tensors |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    tensors["model.norm.weight"] = (width,)
+        tensors |= {f"model.layers.{i}.{name}": shape for name, shape in _layer_tensors(config, i).items()}
+    tensors["model.norm.weight"] = (config.width,)
     if not config.tie_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, width)
+        tensors["lm_head.weight"] = (config.vocab_size, config.width)
+    return tensors
+
+
+def _layer_tensors(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
+    own, width = config.attention(index), config.width
+    rows = {"q": config.num_heads * own.head_dim, "k": own.num_kv_heads * own.head_dim}
+    if not own.keys_as_values:
+        rows["v"] = rows["k"]
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.sandwich_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    tensors: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm in norms}
+    tensors |= {f"self_attn.{part}_proj.weight": (size, width) for part, size in rows.items()}
+    if config.qkv_bias:
+        tensors |= {f"self_attn.{part}_proj.bias": (size,) for part, size in rows.items()}
+    tensors["self_attn.o_proj.weight"] = (width, rows["q"])
+    if config.qk_norm:
+        tensors |= {f"self_attn.{part}_norm.weight": (own.head_dim,) for part in "qk"}
+    tensors |= {f"mlp.{part}_proj.weight": (config.mlp_width, width) for part in ("gate", "up")}
+    tensors["mlp.down_proj.weight"] = (width, config.mlp_width)
+    if config.layer_scalar:
+        tensors["layer_scalar"] = (1,)
     return tensors
 
 

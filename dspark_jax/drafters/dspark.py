@@ -61,9 +61,9 @@ class DSparkModel(nn.Module):
         """Declares the parameters."""
         c, body = self.config, self.config.decoder
         self.fc = layers.Linear(body.width, len(c.tapped_layers) * body.width, self.layout, dtype=self.dtype)
-        self.context_norm = layers.RMSNorm(body.width, body.norm_eps, self.layout, self.dtype)
-        self.layers = [layers.DecoderLayer(body, self.layout, self.dtype) for _ in range(body.num_layers)]
-        self.norm = layers.RMSNorm(body.width, body.norm_eps, self.layout, self.dtype)
+        self.context_norm = layers.decoder_norm(body, self.layout, self.dtype)
+        self.layers = [layers.DecoderLayer(body, self.layout, self.dtype, i) for i in range(body.num_layers)]
+        self.norm = layers.decoder_norm(body, self.layout, self.dtype)
         self.sequential = SequentialHead(c, self.layout, self.dtype)
         if c.confidence_head:
             self.confidence = ConfidenceHead(c, self.dtype)
@@ -105,16 +105,17 @@ class DSparkModel(nn.Module):
         block_ids = jnp.concatenate([anchor_ids[..., None], masks], axis=-1)
         block_positions = positions[..., None] + jnp.arange(c.block_slots)
         everything = jnp.ones((c.block_slots, c.block_slots), bool)
-        x = layers.from_tokens(embed[block_ids.reshape(-1)], self.layout)
+        x = layers.embed(embed, block_ids.reshape(-1), c.decoder, self.layout)
         for layer, keys, values in zip(self.layers, context.keys, context.values):
             x, _, _ = layer(x, block_positions, keys, values, visible, everything)
         hidden = layers.to_tokens(self.norm(x), self.layout).reshape(batch, blocks, c.block_slots, -1)
         return hidden[:, :, c.block_slots - c.block_size :]
 
     def base_logits(self, head: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Returns U = head h: [n, D] -> [n, V'] float32."""
+        """Returns U = head h, capped as the target's logits: [n, D] -> [n, V'] float32."""
         x = layers.from_tokens(hidden, self.layout)
-        return layers.to_tokens(layers.linear(head, x, self.layout), self.layout).astype(jnp.float32)
+        logits = layers.to_tokens(layers.linear(head, x, self.layout), self.layout).astype(jnp.float32)
+        return layers.soft_cap(logits, self.config.decoder.logit_softcap)
 
     def block_logits(
         self, head: jax.Array, hidden: jax.Array, previous_ids: jax.Array

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from dspark_jax.checkpoints import huggingface, smollm2
 from dspark_jax.checkpoints.gguf_file import read_gguf
-from dspark_jax.checkpoints.huggingface import decoder_config_from_hf, download, read_folder
+from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf, download, read_folder
 from dspark_jax.checkpoints.load import read_target_files
 from dspark_jax.checkpoints.target_files import CheckpointError, check_tensors, expected_tensors
 from dspark_jax.config import DecoderConfig
@@ -26,6 +26,7 @@ from dspark_jax.config import DecoderConfig
 # Grouped-query, and heads times head_dim differs from the width.
 LLAMA = DecoderConfig("llama", 40, 32, 64, 2, 4, 2, 16, 1e5, 1e-5, False, True, 128)
 QWEN3 = dataclasses.replace(LLAMA, family="qwen3", qk_norm=True, tie_embeddings=False)
+QWEN2 = dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True)
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -54,7 +55,8 @@ def gguf_name(name: str) -> str:
     stem = name.removesuffix(".weight")
     if stem.startswith("model.layers."):
         _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{GGUF_NAMES[rest]}.weight"
+        part, _, leaf = rest.rpartition(".") if rest.endswith(".bias") else (rest, "", "weight")
+        return f"blk.{layer}.{GGUF_NAMES[part]}.{leaf}"
     return f"{GGUF_NAMES[stem]}.weight"
 
 
@@ -115,7 +117,7 @@ def write_gguf(path, config, tensors, arch=None, metadata=None, extra=None, quan
 
 def hf_values(config: DecoderConfig, **changes) -> dict:
     values = {
-        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.family]],
+        "architectures": [f"{config.family.title()}ForCausalLM"],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
@@ -180,7 +182,7 @@ def test_check_tensors_lists_every_problem():
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 def test_gguf_round_trip(tmp_path, config):
     tensors = random_tensors(config)
     files = read_gguf(write_gguf(tmp_path / "tiny.gguf", config, tensors))
@@ -212,7 +214,7 @@ def test_gguf_head_dim_defaults_to_width_over_heads(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"arch": "gemma3"}, "general.architecture = 'gemma3' is not supported; supported are llama, qwen3"),
+        ({"arch": "gemma3"}, "general.architecture = 'gemma3' is not supported; supported are llama, qwen2, qwen3"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "llama.rope.scaling.type = 'yarn' is not supported"),
         ({"metadata": {"rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor = 4.0 is not supported"),
         ({"metadata": {"rope.dimension_count": 8}}, "llama.rope.dimension_count = 8 is not supported"),
@@ -223,7 +225,7 @@ def test_gguf_head_dim_defaults_to_width_over_heads(tmp_path):
         ({"metadata": {"attention.head_count_kv": 3}}, "num_heads = 4: it must be a multiple of num_kv_heads=3"),
         ({"metadata": {"block_count": 3}}, r"missing: model.layers.2.input_layernorm.weight, "),
         ({"extra": {"rope_freqs.weight": np.ones(8, np.float32)}}, "scaled RoPE frequencies"),
-        ({"extra": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "unexpected: blk.0.attn_q.bias"),
+        ({"extra": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "unexpected: model.layers.0.self_attn.q_proj.bias"),
     ],
 )
 def test_gguf_refusals(tmp_path, arguments, message):
@@ -272,7 +274,7 @@ def test_gguf_tokenizer_that_is_not_supported(tmp_path):
 # --- Hugging Face configs ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 def test_hf_config(config):
     assert decoder_config_from_hf(hf_values(config)) == config
     new_dialect = {"rope_theta": "absent", "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}
@@ -297,22 +299,29 @@ def test_unused_sliding_window_is_accepted():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type = 'gemma3' .* supported are llama .LlamaForCausalLM., qwen3"),
+        ({"model_type": "gemma3n"}, "model_type = 'gemma3n' .* supported are llama .LlamaForCausalLM., qwen2 "),
+        ({"model_type": "gemma3"}, r"architectures = \['LlamaForCausalLM'\] is not supported"),
         ({"model_type": "absent"}, "model_type = None"),
         ({"architectures": ["LlamaModel"]}, r"architectures = \['LlamaModel'\] is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling = .*'llama3'.* is not supported"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling = .*'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e5}}, "rope_parameters = .*'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling = .*'llama3'.*low_freq_factor = None"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling = .*'linear'.*: factor = None: the config must give"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "rope_scaling factor = 0.0: use a positive number"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling = .*'longrope'.* is not supported: supported are rope_"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not supported: it must be an object"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
+            "rope_scaling = .*: rope_parameters says so too: keep one of them",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e5}}}, "rope_parameters = .*full_attention"),
         ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is given as 5.0 and as 100000.0"),
         ({"attention_bias": True}, "attention_bias = True is not supported, only False is"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu' is"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = .*awq.*only unquantised weights"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = .*awq.*only models without it are"),
         (
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
-            r"layer_types with 'sliding_attention' \(sliding_window = 64\)",
+            "layer_types with 'full_attention', 'sliding_attention' for 2 layers .sliding_window = 64",
         ),
         (
             {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
