@@ -1,8 +1,8 @@
 """General chat for SmolLM2-135M-Instruct, made for a CPU: one to two hours of two cores.
 
 The target writes its own prompts and answers. The drafter is small, since at batch 1 a CPU pays for every weight it
-reads: blocks of three, 8,192 draft tokens. It starts from the larger one in `drafters/smollm2_135m`, which an accelerator
-trained; `--config.drafter.init_from=""` starts from the target's last layers and bigrams instead, which takes longer.
+reads: blocks of three, 8,192 draft tokens. It starts from the larger one in `drafters/smollm2_135m`, which was trained
+on an accelerator; `--config.drafter.init_from=""` starts from the target's last layers and bigrams, which takes longer.
 
   python -m train.distill --config configs/smollm2_135m.py
   python -m eval.speedup --config configs/smollm2_135m.py --drafter runs/smollm2_135m

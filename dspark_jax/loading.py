@@ -47,6 +47,7 @@ def load_target(
     dtype: Any = jnp.float32,
     layout: layers.Layout | None = None,
     sharding: Sharding | None = None,
+    enable_thinking: bool | None = None,
 ) -> Target:
     """Loads a target model, tensor by tensor: the weights are never held twice.
 
@@ -56,13 +57,18 @@ def load_target(
       layout: layout of the activations; None takes the one that suits the device.
       sharding: where the weights live: a `jax.sharding.Sharding` for all, or a function of a parameter's path (such as
         "layers_3.attention.qkv.weight") and shape. None = the default device.
+      enable_thinking: thinking switch of the chat template (`text.Tokenizer`); None = the template's default. A drafter
+        remembers it with the template.
 
     Raises:
       CheckpointError: it can't be found or read; the message says what to do.
     """
     files = read_target_files(name_or_path)
     params = target_params(files, dtype, sharding)
-    return Target(files.config, params, files.tokenizer, files.name, layout or layers.default_layout(), dtype)
+    tokenizer = files.tokenizer
+    if tokenizer is not None and enable_thinking is not None:
+        tokenizer = dataclasses.replace(tokenizer, enable_thinking=enable_thinking)
+    return Target(files.config, params, tokenizer, files.name, layout or layers.default_layout(), dtype)
 
 
 def random_target(

@@ -56,6 +56,7 @@ class Tokenizer:
       pad_id: Token that fills the unused end of a row.
       chat_template: Jinja text that turns messages into a prompt.
       unk_id: Token of unknown text; no byte-level tokenizer ever produces it.
+      enable_thinking: What templates that know the variable are told (Qwen3); None = nothing, their own default.
     """
 
     backend: tokenizers.Tokenizer
@@ -64,6 +65,7 @@ class Tokenizer:
     pad_id: int
     chat_template: str | None = None
     unk_id: int | None = None
+    enable_thinking: bool | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -72,8 +74,11 @@ class Tokenizer:
 
     @property
     def chat_template_hash(self) -> str:
-        """Short hash of the chat template's text, "" without one."""
-        return "" if self.chat_template is None else hashlib.sha256(self.chat_template.encode()).hexdigest()[:16]
+        """Short hash of the chat template's text and of the thinking switch if it is set, "" without a template."""
+        if self.chat_template is None:
+            return ""
+        switch = "" if self.enable_thinking is None else f"\nenable_thinking={self.enable_thinking}"
+        return hashlib.sha256((self.chat_template + switch).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of `text`; control tokens written in it are recognised, none is added."""
@@ -88,7 +93,8 @@ class Tokenizer:
 
         Args:
           messages: The conversation, `{"role": ..., "content": ...}` each.
-          **template_kwargs: Variables for the template; `add_generation_prompt` is True unless given.
+          **template_kwargs: Variables for the template; `add_generation_prompt` is True unless given, and
+            `enable_thinking` as the tokenizer has it.
 
         Raises:
           TextError: there is no template, or it refuses these messages.
@@ -105,16 +111,18 @@ class Tokenizer:
             "tools": None,
             "documents": None,
         }
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
         try:
             return _compile_template(self.chat_template).render(variables | template_kwargs)
         except (jinja2.TemplateError, TypeError) as error:
             raise TextError(f"the chat template refused the messages {_shorten(messages)}: {error}") from error
 
-    def encode_chat(self, user_text_or_messages: str | Sequence[Message]) -> list[int]:
-        """Returns the token ids of a rendered conversation; a string is one turn of the user."""
+    def encode_chat(self, user_text_or_messages: str | Sequence[Message], **template_kwargs: Any) -> list[int]:
+        """Returns the token ids of a rendered conversation; a string is one turn of the user. See `render_chat`."""
         if isinstance(user_text_or_messages, str):
             user_text_or_messages = [{"role": "user", "content": user_text_or_messages}]
-        return self.encode(self.render_chat(user_text_or_messages))
+        return self.encode(self.render_chat(user_text_or_messages, **template_kwargs))
 
     def unused_control_token(self) -> int | None:
         """Returns a control token that neither ordinary text nor the chat template ever produces.

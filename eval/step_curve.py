@@ -148,6 +148,9 @@ def transformers_step(name: str, steps: int) -> Timed:
         raise config.ConfigError(f"--transformers: {error}; pip install 'dspark-jax[oracle]'") from error
     files = read_target_files(name)
     c = files.config
+    if c.family not in ("llama", "qwen3") or c.rope_scaling.kind != "none":
+        what = f"{c.family} with rope_scaling {c.rope_scaling.kind!r}"
+        raise config.ConfigError(f"--transformers: {what} is not set up here; use a plain llama or qwen3 target")
     made = transformers.LlamaConfig if not c.qk_norm else transformers.Qwen3Config
     model_config = made(
         vocab_size=c.vocab_size,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dspark_jax
 from dspark_jax import kv_cache
 from dspark_jax.checkpoints.huggingface import read_folder
 from dspark_jax.checkpoints.target_params import target_params
@@ -72,3 +73,17 @@ def test_reading_in_pieces(golden, name, layout):
     logits = np.concatenate(logits, axis=1)
     assert_close(logits[0], recorded["logits"][0, :20])
     assert_close(logits[1, 8:], recorded["logits"][1, :12], "late row")
+
+
+def test_speculative_text_is_greedy_text(golden):
+    """Layers whose caches differ in shape, through the whole loop, beyond the window: every token is the likeliest."""
+    config, params, recorded = load(golden, "gemma4")
+    target = dspark_jax.load_target(golden / "targets" / "gemma4", layout="feature_major")
+    prompts = [row[[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2]].tolist() for row in recorded["input_ids"]]
+    drafter = dspark_jax.prompt_lookup(block_size=3)
+    rows = dspark_jax.generate(target, prompts, drafter=drafter, max_new_tokens=10, cache_slots=128).rows
+    tokens = jnp.asarray([prompt + row.token_ids for prompt, row in zip(prompts, rows)])
+    assert tokens.shape == (2, 21)
+    step = TargetStep(TargetModel(config, "feature_major", tuple(range(-1, config.num_layers - 1))))
+    logits = jitted(step, params, tokens, kv_cache.init_cache(config, 2, 1)).logits
+    np.testing.assert_array_equal(jnp.argmax(logits, -1)[:, 10:-1], tokens[:, 11:])

@@ -34,12 +34,12 @@ def target_params(files: TargetFiles, dtype: Any = jnp.float32, sharding: Shardi
 
     tensors = files.tensors
     params: dict[str, Any] = {"embed": place("embed", _join(tensors, ["model.embed_tokens.weight"], dtype))}
+    if not files.config.tie_embeddings:  # the largest ones first, while there is room for a second copy
+        params["head"] = place("head", _join(tensors, ["lm_head.weight"], dtype))
     for i in range(files.config.num_layers):
         layer = layer_params(tensors, f"model.layers.{i}.", files.config, dtype, i, place, f"layers_{i}.")
         params[f"layers_{i}"] = layer
     params["norm"] = {"weight": place("norm.weight", _join(tensors, ["model.norm.weight"], dtype))}
-    if not files.config.tie_embeddings:
-        params["head"] = place("head", _join(tensors, ["lm_head.weight"], dtype))
     return params
 
 

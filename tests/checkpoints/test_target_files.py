@@ -393,7 +393,11 @@ def test_sharded_folder_refusals(tmp_path):
     with pytest.raises(CheckpointError, match=r"puts model.norm.weight into model-00001-of-00002.safetensors, which"):
         read_folder(folder)
     index.write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "model-00002-of-00002.safetensors").unlink()
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is not a whole safetensors file"):
+        read_folder(folder)
+    shard.unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is missing"):
         read_folder(folder)
     index.write_text("{}")

@@ -1,5 +1,6 @@
 """Tokenizers against recorded token ids; chat templates; prompt files."""
 
+import dataclasses
 import json
 
 import pytest
@@ -191,6 +192,19 @@ def test_generation_prompt_is_the_default():
         == tokenizer.encode_chat(messages)
         == tokenizer.encode(tokenizer.render_chat(messages))
     )
+
+
+def test_thinking_switch():
+    """The template hears of it only if it is set; the hash tells the modes apart, and stays as it was without one."""
+    template = "{% if enable_thinking is not false %}think: {% endif %}{{ messages[0]['content'] }}"
+    tokenizer, messages = with_template(template), [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages) == "think: hi"
+    assert tokenizer.render_chat(messages, enable_thinking=False) == "hi"
+    assert tokenizer.encode_chat("hi", enable_thinking=False) == tokenizer.encode("hi")
+    off, on = (dataclasses.replace(tokenizer, enable_thinking=switch) for switch in (False, True))
+    assert (off.render_chat(messages), on.render_chat(messages)) == ("hi", "think: hi")
+    assert off.render_chat(messages, enable_thinking=True) == "think: hi"
+    assert len({t.chat_template_hash for t in (tokenizer, off, on)}) == 3
 
 
 def test_template_hash_follows_the_text():
