@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf, read_folder
+from dspark_jax.checkpoints.huggingface import decoder_config_from_hf, read_folder
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import RopeScaling
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from dspark_jax.checkpoints import huggingface, smollm2
 from dspark_jax.checkpoints.gguf_file import read_gguf
-from dspark_jax.checkpoints.huggingface_config import decoder_config_from_hf, download, read_folder
+from dspark_jax.checkpoints.huggingface import decoder_config_from_hf, download, read_folder
 from dspark_jax.checkpoints.load import read_target_files
 from dspark_jax.checkpoints.target_files import CheckpointError, check_tensors, expected_tensors
 from dspark_jax.config import DecoderConfig
