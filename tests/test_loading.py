@@ -1,7 +1,11 @@
 """`load_target`: dtype and placement of the weights, the thinking switch."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import dspark_jax
 from dspark_jax import generation
 from dspark_jax.checkpoints.target_files import CheckpointError
+
+REPO = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +30,26 @@ def test_dtype(folder):
     for ours, reference in zip(jax.tree.leaves(target.params), jax.tree.leaves(exact.params), strict=True):
         assert (ours.dtype, reference.dtype) == (jnp.bfloat16, jnp.float32)
         np.testing.assert_array_equal(ours, reference.astype(jnp.bfloat16))
+
+
+def test_text_of_a_model_on_several_devices(qwen3_folder):
+    """In a process of its own, which is told to have four devices."""
+    program = f"""
+import dspark_jax, jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+place = lambda path, shape: NamedSharding(mesh, PartitionSpec(*["model"] * (len(shape) == 2 and shape[0] % 4 == 0)))
+targets = [dspark_jax.load_target({str(qwen3_folder)!r}, sharding=s) for s in (None, place)]
+texts = [dspark_jax.generate(t, [[1, 2, 1, 2], [5]], max_new_tokens=8, stop_ids=()).rows for t in targets]
+assert [r.token_ids for r in texts[0]] == [r.token_ids for r in texts[1]]
+print(len(targets[1].params["embed"].sharding.device_set))
+"""
+    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | settings | quick, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "4"), done.stderr[-2000:]
 
 
 def test_sharding(folder):
