@@ -1,4 +1,4 @@
-"""What the commands of this package (`dspark_jax.convert`, `dspark_jax.inspect`) share: flags and errors."""
+"""What commands (`dspark_jax.convert`, `dspark_jax.inspect`, those of `eval`) share: flags and errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from absl import flags
 
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError
+from dspark_jax.requests import GenerationError
 from dspark_jax.text import TextError
 
-_KNOWN_ERRORS = (ConfigError, CheckpointError, TextError, flags.Error)
+_KNOWN_ERRORS = (ConfigError, CheckpointError, TextError, GenerationError, flags.Error)
 
 
 def read_flags(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:

@@ -31,7 +31,7 @@ import tqdm
 from absl import flags
 
 import dspark_jax
-from dspark_jax import config, requests, schedules
+from dspark_jax import commands, config, requests, schedules
 from dspark_jax.machine import describe_machine
 from eval import exact, inputs
 
@@ -201,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
         result = {**facts, "checks": [dataclasses.asdict(check) for check in checks], "passed": not code}
         print(json.dumps(result))
 
-    return inputs.report_errors("eval.exactness", command) or code
+    return commands.run("eval.exactness", command) or code
 
 
 if __name__ == "__main__":

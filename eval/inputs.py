@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from dspark_jax.generation import LoadedDrafter
 from dspark_jax.scheduler import Policy
 
 _HERE = Path(__file__).resolve().parent
-_KNOWN_ERRORS = (config.ConfigError, CheckpointError, text.TextError, generation.GenerationError, flags.Error)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -249,13 +247,3 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Seq
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     align = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])  # noqa: E731
     return "\n".join("  ".join(align(i, cell) for i, cell in enumerate(row)).rstrip() for row in [header, *rows])
-
-
-def report_errors(name: str, command: Callable[[], None]) -> int:
-    """Runs a command and returns its exit code: 2 with one line on stderr for an error that the user can mend."""
-    try:
-        command()
-    except _KNOWN_ERRORS as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0

@@ -22,7 +22,7 @@ import jax
 import tqdm
 from absl import flags
 
-from dspark_jax import config, generation, text
+from dspark_jax import commands, config, generation, text
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.machine import describe_machine
 from eval import bandwidth, inputs, measure, plots
@@ -177,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
         print(render_report(facts, sections), end="\n\n")
         print(json.dumps(result))
 
-    return inputs.report_errors("eval.speedup", command)
+    return commands.run("eval.speedup", command)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ RULES = {
     "generation": {*MODELS, "text", "requests", "scheduler", "schedules", "decode", "loading", "drafters.base"},
     "drafter_loading": {*MODELS, "drafters", "checkpoints", "loading", "generation"},
     # Commands:
-    "commands": {*LEAVES, "text", "checkpoints"},
+    "commands": {*LEAVES, "text", "requests", "checkpoints"},
     "convert": {*LEAVES, "commands", "checkpoints"},
     "inspect": {*LEAVES, "commands", "checkpoints"},
     "__init__": {"scheduler", "schedules", "sps", "loading", "generation", "drafter_loading"},
