@@ -15,9 +15,11 @@ from dspark_jax.generation import GenerationError
 
 
 class Template:
-    """Stands in for a tokenizer: only its hash is read."""
+    """Stands in for a tokenizer: only its hash and special tokens are read."""
 
     chat_template_hash = "abc"
+    pad_id = None
+    eos_ids = ()
 
 
 @pytest.mark.parametrize(
