@@ -97,7 +97,7 @@ class Session:
     """A prefilled batch and the loop that continues it; what `generate` and `stream` share.
 
     Attributes:
-      run: (state, max_cycles) -> state, jitted; the state is donated.
+      run: (state, max_cycles, settings) -> state, jitted; the state is donated, `settings` is the default.
       state: the state after prefill.
       settings: the rows' settings.
       prefill_seconds: time that prefill took.
@@ -243,7 +243,7 @@ def prepare(
     jax.block_until_ready(state.cache.length)
     prefill_seconds = time.perf_counter() - start
     if drafter is None:
-        run = lambda state, n: decode.autoregressive_loop_jit(  # noqa: E731
+        run = lambda state, n, settings=settings: decode.autoregressive_loop_jit(  # noqa: E731
             step, observer, target.params, observer_params, settings, state, n
         )
     else:
@@ -251,7 +251,7 @@ def prepare(
         if list(ladder) != sorted(set(ladder)) or ladder[-1] != size + 1:
             raise GenerationError(f"widths = {ladder}: use ascending widths that end at K + 1 = {size + 1}")
         cycle = decode.Cycle(step, drafter.drafter, policy, ladder, verifier)
-        run = lambda state, n: decode.speculative_loop_jit(  # noqa: E731
+        run = lambda state, n, settings=settings: decode.speculative_loop_jit(  # noqa: E731
             cycle, target.params, drafter.params, settings, state, n
         )
     return Session(run, state, settings, prefill_seconds)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from dspark_jax import generation, kv_cache, processors
+from dspark_jax import generation, kv_cache, processors, sampling
 from dspark_jax.generation import LoadedDrafter
 from dspark_jax.loading import Target
 from dspark_jax.records import Sampler
@@ -206,19 +206,19 @@ def sampled_pairs(
     pairs: list[list[np.ndarray]] = [[] for _ in samplers]
     fields = {name: [samplers[row % kinds][name] for row in range(batch)] for name in _SAMPLER_FIELDS}
     spare = max(generation.PREFILL_CHUNK, method.drafter.drafter.block_size + 1)
-    for start in range(0, samples * kinds, batch):
-        session = generation.prepare(
-            target,
-            [list(prompt)] * batch,
-            max_new_tokens=2,
-            cache_slots=len(prompt) + 2 + spare,
-            stop_ids=(),
-            seed=seed,
-            rows=range(start, start + batch),
-            **fields,
-            **method.options,
-        )
-        state = session.run(session.state, 2)
+    session = generation.prepare(
+        target,
+        [list(prompt)] * batch,
+        max_new_tokens=2,
+        cache_slots=len(prompt) + 2 + spare,
+        stop_ids=(),
+        **fields,
+        **method.options,
+    )
+    for start in range(0, samples * kinds, batch):  # the prompt is read once, every batch has streams of its own
+        keys = sampling.row_keys(seed, jnp.arange(start, start + batch))
+        state = jax.tree.map(jnp.copy, session.state)
+        state = session.run(state, 2, dataclasses.replace(session.settings, keys=keys))
         tokens = np.asarray(state.tokens)[:, len(prompt) : len(prompt) + 2]
         for kind in range(kinds):
             pairs[kind].append(tokens[kind::kinds])
