@@ -45,7 +45,7 @@ LOSSLESS = (
     schedules.hardware_aware(JAGGED),
     schedules.delayed(JAGGED),
 )
-CHOSEN = {"token": (0, 1, 3, 5), "block": (0, 1, 2, 4, 6)}  # which of them each verifier is tested with
+CHOSEN = {"token": (0, 3, 5), "block": (1, 2, 4, 6)}  # which of them each verifier is tested with
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def pairs(target, drafter, distributions, chosen, verifier, seed):
 
 
 def test_drawn_pairs_follow_the_target(target, drafter, distributions):
-    """102,400 pairs for each policy and verifier, greedy and sampled rows side by side, one verdict for all."""
+    """102,400 pairs for each policy, by one verifier or the other, greedy and sampled rows side by side, one verdict for all."""
 
     def of(verifier):
         return [pairs(target, drafter, distributions, i, verifier, seed=i) for i in CHOSEN[verifier]]
