@@ -126,7 +126,7 @@ def pairs(target, drafter, distributions, chosen, verifier, seed):
 
 
 def test_drawn_pairs_follow_the_target(target, drafter, distributions):
-    """102,400 pairs for each policy, by one verifier or the other, greedy and sampled rows side by side, one verdict for all."""
+    """102,400 pairs for each policy, by either verifier, greedy beside sampled rows, one verdict for all."""
 
     def of(verifier):
         return [pairs(target, drafter, distributions, i, verifier, seed=i) for i in CHOSEN[verifier]]
