@@ -136,7 +136,7 @@ class Eagle3Drafter:
 
     Attributes:
       model: the Linen module.
-      block_size: tokens proposed per cycle; more than the trained number of steps works, worse and worse.
+      block_size: tokens proposed per cycle, at most the trained number of steps.
       always_full: see `base.Drafter`.
       confidence_reads_draft: there are no confidences.
     """
