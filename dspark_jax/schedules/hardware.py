@@ -211,7 +211,7 @@ def _speeds(table: sps.SpsTable | None, name: str) -> Any:
             f"policy {name} needs a measured SPS table (without one it would verify everything): write one with"
             " `python -m eval.step_curve --sps=FILE` and read it with dspark_jax.sps.load(FILE)"
         )
-    return sps.dense(table)
+    return jnp.asarray(sps.dense(table))
 
 
 def _check_length(policy: _Measured, batch: int, block_size: int) -> None:

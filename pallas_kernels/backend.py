@@ -1,0 +1,104 @@
+"""Which implementation of an op runs: by platform, by an argument, or by the environment variable DSPARK_KERNELS.
+
+  reference  plain jax, everywhere; the definition that the others are tested against
+  tpu        Pallas, lowered by Mosaic
+  triton     Pallas, lowered by Triton; deprecated since jax 0.11, the one route that older GPUs than Hopper have
+
+"auto" (the default) takes the platform's kernel once it has reproduced the reference on this device: every op brings
+a small probe for that, run once per process. A kernel that fails its probe, or can't take the shape it is given, leaves
+the work to the reference and says so once. So does a process with several devices: XLA's partitioner does not know how
+to split a kernel (name a backend where everything lies on one of them).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+
+BACKENDS = ("reference", "tpu", "triton")
+VARIABLE = "DSPARK_KERNELS"
+
+_BY_PLATFORM = {"tpu": ("tpu",), "gpu": ("triton",), "cuda": ("triton",)}
+
+
+class KernelError(ValueError):
+    """Arguments that don't fit each other, or a backend that isn't there; the message says what to do."""
+
+
+def select(
+    op: str,
+    available: Sequence[str],
+    asked: str = "auto",
+    interpret: bool = False,
+    refuses: Callable[[str], str] = lambda name: "",
+    probe: Callable[[str], bool] = lambda name: True,
+) -> str:
+    """Picks an implementation of an op.
+
+    Args:
+      op: the op's name, for messages.
+      available: kernels that the op has beside the reference.
+      asked: "auto", or the name of a backend; "auto" reads DSPARK_KERNELS first.
+      interpret: the kernel is to be interpreted, so that any platform will do.
+      refuses: says why a backend can't take these arguments, "" if it can.
+      probe: runs a backend on a small case and says whether it reproduced the reference.
+
+    Returns:
+      a name of BACKENDS.
+
+    Raises:
+      KernelError: an unknown name, or a kernel for another platform.
+    """
+    wanted = os.environ.get(VARIABLE, "auto") if asked == "auto" else asked
+    if wanted not in ("auto", *BACKENDS):
+        where = VARIABLE if asked == "auto" else "backend"
+        raise KernelError(f"{where} = {wanted!r}: use auto, {', '.join(BACKENDS)}")
+    here = _BY_PLATFORM.get(jax.default_backend(), ())
+    if wanted == "reference":
+        return wanted
+    if wanted == "auto" and here and jax.device_count() > 1:
+        _say_once(f"several devices: kernels are not used, they can't be partitioned ({VARIABLE}={here[0]} insists)")
+        return "reference"
+    for name in here if wanted == "auto" else (wanted,):
+        if name not in available:
+            continue
+        if wanted != "auto" and not interpret and name not in here:
+            raise KernelError(
+                f"{op}: backend {name!r} does not run on {jax.default_backend()}; use backend='reference', or interpret"
+                " the kernel (interpret=True)"
+            )
+        reason = refuses(name)
+        if reason:
+            _say_once(f"{op}: the {name} kernel does not take this: {reason}; the reference runs instead")
+        elif wanted != "auto" or _proven(op, name, probe):
+            return name
+    if wanted not in ("auto", *available):
+        _say_once(f"{op}: there is no {wanted} kernel; the reference runs instead")
+    return "reference"
+
+
+_PROVEN: dict[tuple[str, str], bool] = {}
+
+
+def _proven(op: str, name: str, probe: Callable[[str], bool]) -> bool:
+    """Runs an op's probe once per process; outside of whatever is being traced at the moment."""
+    if (op, name) not in _PROVEN:
+        try:
+            with jax.ensure_compile_time_eval():
+                good = bool(probe(name))
+            problem = "it does not reproduce the reference on this device"
+        except Exception as error:  # whatever a compiler for unseen hardware may raise
+            good, problem = False, f"it does not run on this device ({type(error).__name__}: {str(error)[:300]})"
+        if not good:
+            _say_once(f"{op}: the {name} kernel is not used: {problem}; the reference runs instead")
+        _PROVEN[op, name] = good
+    return _PROVEN[op, name]
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
