@@ -20,6 +20,7 @@ from flax import struct
 from dspark_jax import kv_cache, processors, sampling, scheduler, verify
 from dspark_jax.drafters.base import Drafter, Observer
 from dspark_jax.records import BlockKV, Draft, KVCache, Params, Sampler, TargetOutput
+from pallas_kernels.verify.reference import usable_positions
 
 TargetFn = Callable[..., TargetOutput]  # (params, token_ids [B, T], cache, with_logits=True) -> TargetOutput
 
@@ -178,7 +179,7 @@ def draft_stage(cycle: Cycle, drafter_params: Params, settings: RowSettings, sta
     if draft.logits is not None:
         # A drafter whose logits are not numbers proposes nothing from there on: the text stays the target's. The cut
         # is decided by the tokens before it, as a policy's.
-        draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, _numbers(draft.logits)))
+        draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, usable_positions(draft.logits)))
     return draft, schedule_stage(cycle, state, draft), uniforms
 
 
@@ -194,8 +195,8 @@ def verify_stage(
     """Reads anchor and drafts with the target at the narrowest sufficient width, and verifies.
 
     Returns:
-      accepted draft length n [B], the added token [B], broken [B] (True: there is no added token, the target's logits
-      for it are not numbers), and the target's output for K+1 tokens (garbage beyond the width, and without the logits:
+      accepted draft length n [B], the added token [B] (-1: there is none, the target's logits for it are not
+      numbers), and the target's output for K+1 tokens (garbage beyond the width, and without the logits:
       they are used up).
     """
     size = cycle.drafter.block_size
@@ -208,13 +209,13 @@ def verify_stage(
         def branch(ids):
             output = cycle.target(params, ids[:, :width], state.cache)
             assert output.logits is not None
-            usable = _numbers(output.logits)  # broken rows end before the first token that can't be drawn
-            drafted = draft.token_ids[:, : width - 1]
-            accepted, added = verify.verify(
-                processors.process_block(output.logits, settings.sampler, state.tokens, state.length, drafted),
+            accepted, added = verify.verify_block(
+                output.logits,
                 draft,
-                jnp.minimum(verify_len, usable),
-                settings.sampler.temperature,
+                verify_len,
+                settings.sampler,
+                state.tokens,
+                state.length,
                 uniforms[:, : width - 1, sampling.ACCEPT],
                 uniforms[:, :width, sampling.COMMIT],
                 cycle.verifier,
@@ -232,7 +233,7 @@ def verify_stage(
                 measures = (scheduler.normalized_entropy(output.logits), output.attention_spread)
                 entropy, spread = (jnp.pad(a, ((0, 0), (0, pad))) for a in measures)
                 wide = dataclasses.replace(wide, entropy=entropy, attention_spread=spread)
-            return accepted, added, accepted == usable, wide
+            return accepted, added, wide
 
         return branch
 
@@ -247,12 +248,12 @@ def commit_stage(
     cycle: Cycle, drafter_params: Params, settings: RowSettings, state: DecodeState, draft, verify_len, verified
 ) -> DecodeState:
     """Cuts the new tokens at the first stop token and at the budget, then counts and stores them."""
-    accepted, added, broken, output = verified
+    accepted, added, output = verified
     size = cycle.drafter.block_size
     place = jnp.arange(size + 1)
     new = jnp.pad(draft.token_ids, ((0, 0), (0, 1)))
     new = jnp.where(place == accepted[:, None], added[:, None], new)  # [B, K+1]
-    tokens, length, count, done, failed = _store(settings, state, new, accepted + 1, broken)
+    tokens, length, count, done, failed = _store(settings, state, new, accepted + 1, broken=added < 0)
     feedback = scheduler.Feedback(draft, verify_len, accepted, ~state.done, output)
     return dataclasses.replace(
         state,
@@ -309,7 +310,7 @@ def autoregressive_loop(
         logits = processors.process_block(output.logits, settings.sampler, state.tokens, state.length, none)[:, 0]
         uniforms = sampling.cycle_uniforms(settings.keys, state.length - 1, 1)[:, 0, sampling.COMMIT]
         token = sampling.sample(logits, settings.sampler.temperature, uniforms)
-        broken = _numbers(output.logits) == 0
+        broken = usable_positions(output.logits) == 0
         tokens, length, count, done, failed = _store(settings, state, token[:, None], jnp.ones_like(token), broken)
         return dataclasses.replace(
             state,
@@ -324,12 +325,6 @@ def autoregressive_loop(
         )
 
     return jax.lax.while_loop(lambda s: ~jnp.all(s.done) & (s.cycle < last), body, state)
-
-
-def _numbers(logits: jax.Array) -> jax.Array:
-    """Counts the leading positions whose logits are numbers, at least one of them finite: [B, T, V] -> [B] int32."""
-    good = jnp.isfinite(logits.max(axis=-1))  # a maximum passes NaN on
-    return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def _store(settings: RowSettings, state: DecodeState, new: jax.Array, available: jax.Array, broken: jax.Array):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from dspark_jax.records import Sampler
+from pallas_kernels.verify.reference import Cut, cut_of, no_cut
 
 _FEW = 128  # logits that top-k and top-p look at first
 
@@ -75,6 +76,13 @@ def process_block(
     Returns:
       [B, T, V] float32, as `process`.
     """
+    return process(penalise_block(logits, sampler, tokens, length, drafted), sampler)
+
+
+def penalise_block(
+    logits: jax.Array, sampler: Sampler, tokens: jax.Array, length: jax.Array, drafted: jax.Array
+) -> jax.Array:
+    """Applies the repetition penalty alone to a verified block; arguments and result as `process_block`."""
 
     def penalised(logits):
         seen = [seen_tokens(tokens, length, sampler, logits.shape[-1])]
@@ -82,7 +90,14 @@ def process_block(
             seen.append(mark(seen[-1], drafted[:, j]))
         return penalise(logits, jnp.stack(seen, axis=1), sampler.repetition_penalty)
 
-    return process(_if_any(penalises(sampler), penalised, logits.astype(jnp.float32)), sampler)
+    return _if_any(penalises(sampler), penalised, logits.astype(jnp.float32))
+
+
+def cut(logits: jax.Array, sampler: Sampler) -> Cut:
+    """Returns what top-k, top-p and min-p leave of each position, [B, T, V] -> [B, T]; free if no row uses them."""
+    warps = (sampler.temperature > 0) & ((sampler.top_k > 0) | (sampler.top_p < 1.0) | (sampler.min_p > 0.0))
+    everything = no_cut(*logits.shape[:2])
+    return jax.lax.cond(jnp.any(warps), lambda x: cut_of(x, process(x, sampler)), lambda x: everything, logits)
 
 
 def penalises(sampler: Sampler) -> jax.Array:

@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import decode, generation, processors, schedules, verify
+from dspark_jax import decode, generation, processors, schedules
 from dspark_jax.config import VERIFIERS
 from dspark_jax.loading import Target
 from dspark_jax.records import BlockKV, Draft, TargetOutput
 from dspark_jax.text_stats import is_loop
 from eval import bandwidth
 from eval.inputs import Method, PromptSet
+from pallas_kernels.verify import reference
 
 BASELINE = "autoregressive"
 STAGES = ("draft", "verify", "commit")
@@ -333,10 +334,10 @@ def _rules(cycle: decode.Cycle, settings: decode.RowSettings, state: decode.Deco
         # Behind the barrier every round is new work to XLA, though nothing changes.
         here_state, here_draft, here_output, carry = jax.lax.optimization_barrier((state, draft, output, carry))
         length = decode.schedule_stage(cycle, here_state, here_draft)
-        accepted, added, broken, _ = decode.verify_stage(
+        accepted, added, _ = decode.verify_stage(
             replay, here_output, settings, here_state, here_draft, length, uniforms
         )
-        return carry + accepted + added + broken
+        return carry + accepted + added
 
     return jax.lax.fori_loop(0, _RULE_REPEATS, body, jnp.zeros_like(state.length))
 
@@ -356,8 +357,8 @@ def _expected_lengths(settings: decode.RowSettings, state: decode.DecodeState, d
     log_p = jax.nn.log_softmax(logits, axis=-1)
 
     def expected(verifier: str) -> jax.Array:
-        chance, _ = verify.acceptance(log_p, draft, length, sampler.temperature <= 0, verifier)
-        return 1.0 + verify.expected_length(chance, length, verifier)
+        chance, _ = reference.acceptance(log_p, draft, length, sampler.temperature <= 0, verifier)
+        return 1.0 + reference.expected_length(chance, length, verifier)
 
     return {verifier: expected(verifier) for verifier in VERIFIERS}
 

@@ -35,14 +35,14 @@ def sample_weights(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     totals = blocks.sum(-1)
     upper = jnp.cumsum(totals, axis=-1)  # [..., V/256]
     goal = uniforms[..., None] * upper[..., -1:]
-    block = _first_above(upper, goal, totals > 0)
+    block = first_above(upper, goal, totals > 0)
     before = jnp.where(block > 0, jnp.take_along_axis(upper, jnp.maximum(block - 1, 0)[..., None], -1)[..., 0], 0.0)
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]  # [..., 256]
-    offset = _first_above(jnp.cumsum(inside, axis=-1), goal - before[..., None], inside > 0)
+    offset = first_above(jnp.cumsum(inside, axis=-1), goal - before[..., None], inside > 0)
     return (block * _BLOCK + offset).astype(jnp.int32)
 
 
-def _first_above(sums: jax.Array, goal: jax.Array, positive: jax.Array) -> jax.Array:
+def first_above(sums: jax.Array, goal: jax.Array, positive: jax.Array) -> jax.Array:
     """Index of the first sum above the goal among entries of positive weight, else of the last such entry.
 
     Prefix sums computed in parallel are not exactly monotonic: without the second condition rounding could pick an

@@ -3,7 +3,7 @@
 A tiny random language: the target's logits and the drafter's depend on the whole prefix (the drafter's also on where
 the cycle began). For every committed prefix, every possible draft block is a row of one batch; its probability under q,
 the probability of each accepted length and the weights of the added token come from the functions that decoding itself
-calls (`processors`, `verify.acceptance`, `verify.added_weights`). Cycles follow each other until three tokens are
+calls (`processors`, `reference.acceptance`, `reference.added_weights`). Cycles follow each other until three tokens are
 committed. The sum over all ways must be the target's own processed distribution of those three tokens.
 """
 
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import processors, sampling, verify
+from dspark_jax import processors, sampling
 from dspark_jax.config import VERIFIERS
 from dspark_jax.records import Draft
+from pallas_kernels.verify import reference
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -184,13 +185,13 @@ def verify_lengths(case: Case, rule: str) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="verifier")
 def decisions(log_p, draft, verify_len, greedy, verifier):
     """Returns what the verifier says: chance [R, K], and for each accepted length the added token's weights."""
-    chance, scale = verify.acceptance(log_p, draft, verify_len, greedy, verifier)
-    weigh = lambda n: verify.added_weights(log_p, draft, scale, jnp.full_like(verify_len, n), verify_len, greedy)  # noqa: E731
+    chance, scale = reference.acceptance(log_p, draft, verify_len, greedy, verifier)
+    weigh = lambda n: reference.added_weights(log_p, draft, scale, jnp.full_like(verify_len, n), verify_len, greedy)  # noqa: E731
     return chance, jnp.stack([weigh(n) for n in range(log_p.shape[1])], axis=1)
 
 
 def length_probabilities(chance: np.ndarray, verify_len: np.ndarray, verifier: str) -> np.ndarray:
-    """Returns the distribution of the accepted length, [R, K] -> [R, K+1]; the rule of `verify.accepted_length`."""
+    """Returns the distribution of the accepted length, [R, K] -> [R, K+1]; the rule of `reference.accepted_length`."""
     size = chance.shape[1]
     chance = np.where(np.arange(size) < verify_len[:, None], chance, 0.0)
     ones = np.ones((len(chance), 1))
@@ -314,7 +315,7 @@ def test_block_verification_accepts_at_least_as_much(form, vocab, size):
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("form", FORMS)
 def test_verify_draws_what_the_probabilities_say(form, verifier):
-    """Monte Carlo on one block: accepted length and added token of `verify.verify` together, chi-square."""
+    """Monte Carlo on one block: accepted length and added token of `verify_processed` together, chi-square."""
     case, repeats = make_case(form, 3, 2), 20_000
     accepted, added = ways(case, verifier, "past")
     lengths = verify_lengths(case, "past")
@@ -325,7 +326,7 @@ def test_verify_draws_what_the_probabilities_say(form, verifier):
     draft = many(dataclasses.replace(case.draft, ids=None if form == "reduced" else case.draft.ids))
     draft = dataclasses.replace(draft, ids=shared) if form == "reduced" else draft
     rng = np.random.default_rng(0)
-    kept, token = jax.jit(verify.verify, static_argnames="verifier")(
+    kept, token = jax.jit(reference.verify_processed, static_argnames="verifier")(
         many(case.log_p),
         draft,
         many(lengths.astype(np.int32)),

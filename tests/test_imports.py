@@ -36,7 +36,7 @@ RULES = {
     "calibration": {*LEAVES, "sampling"},
     "scheduler": {*LEAVES, "sampling"},
     "schedules": {*LEAVES, "scheduler", "sps", "schedules"},
-    "verify": {*LEAVES, "sampling"},
+    "verify": {*LEAVES, "processors"},
     # The cycle knows the drafters' protocol; the models reach it as callables.
     "decode": {*LEAVES, "kv_cache", "sampling", "processors", "scheduler", "verify", "drafters.base"},
     "checkpoints": {*LEAVES, "text", "checkpoints"},
@@ -56,7 +56,7 @@ PACKAGE_RULES = {
     "dspark_jax": {"dspark_jax", "pallas_kernels"},
     "pallas_kernels": {"pallas_kernels"},
     "train": {"train", "dspark_jax", "pallas_kernels"},
-    "eval": {"eval", "dspark_jax"},
+    "eval": {"eval", "dspark_jax", "pallas_kernels"},
     "configs": {"dspark_jax.config"},
 }
 

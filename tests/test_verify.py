@@ -15,7 +15,8 @@ import pytest
 from dspark_jax import processors, sampling
 from dspark_jax.config import VERIFIERS
 from dspark_jax.records import Draft
-from dspark_jax.verify import accepted_length, expected_length, verify
+from pallas_kernels.verify.reference import accepted_length, expected_length
+from pallas_kernels.verify.reference import verify_processed as verify
 
 ROWS = 50_000
 
