@@ -36,7 +36,7 @@ def block_attention(
 
     Args:
       queries: [B, K, N, H].
-      context_keys: [B, G, S, H], in the queries' dtype as all that follow but `visible`.
+      context_keys: [B, G, S, H].
       context_values: [B, G, S, H].
       visible: [B] int32; slots < visible are seen, none if it is 0.
       block_keys: [B, J, G, H].
@@ -49,7 +49,7 @@ def block_attention(
       [B, K, N, H] in the queries' dtype.
 
     Raises:
-      KernelError: shapes or dtypes that don't fit each other, a backend that isn't there.
+      KernelError: shapes that don't fit each other, a backend that isn't there.
     """
     arrays = (queries, context_keys, context_values, visible, block_keys, block_values)
     name = implementation(*arrays, backend=backend, interpret=interpret)
@@ -90,8 +90,9 @@ def implementation(
     rows, own, dtype = size * heads // groups, block_keys.shape[1], queries.dtype
 
     def refuses(name: str) -> str:
-        if dtype.name not in _DTYPES:
-            return f"dtype {dtype.name}, not {' or '.join(_DTYPES)}"
+        found = {x.dtype.name for x in (queries, context_keys, context_values, block_keys, block_values)}
+        if len(found) > 1 or dtype.name not in _DTYPES:
+            return f"dtype {' beside '.join(sorted(found))}, not {' or '.join(_DTYPES)} throughout"
         if name == "tpu":
             if dim % 64:
                 return f"head dimension {dim}, not a multiple of 64"
@@ -123,9 +124,7 @@ def _check(queries, context_keys, context_values, visible, block_keys, block_val
     for name, (array, shape) in expected.items():
         if array.shape != shape:
             raise backends.KernelError(f"{name} has shape {array.shape}; with queries {queries.shape} use {shape}")
-        if name != "visible" and array.dtype != queries.dtype:
-            raise backends.KernelError(f"{name} is {array.dtype}, the queries are {queries.dtype}: cast one of them")
-    if visible.dtype != jnp.int32:
+    if not jnp.issubdtype(visible.dtype, jnp.integer):
         raise backends.KernelError(f"visible is {visible.dtype}: use int32")
     if heads % groups:
         raise backends.KernelError(f"{heads} query heads over {groups} groups: use a multiple")

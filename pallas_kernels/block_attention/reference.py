@@ -22,18 +22,21 @@ def block_attention(
     groups, slots = context_keys.shape[1:3]
     exact = product_precision(queries.dtype)
     seen = jnp.arange(slots) < visible[:, None]  # [B, S]
-    values = jnp.where(seen[:, None, :, None], context_values, 0)  # nothing times infinity is not nothing
-    grouped = queries.reshape(batch, size, groups, heads // groups, dim)
+    values = jnp.where(seen[:, None, :, None], context_values, 0)  # a weight of 0 times infinity would not be 0
+    # The queries of a group's heads are rows of one product: [B, G, Q, H], Q = K N / G.
+    grouped = jnp.transpose(queries.reshape(batch, size, groups, heads // groups, dim), (0, 2, 1, 3, 4))
+    rows = grouped.reshape(batch, groups, size * heads // groups, dim)
 
     def product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32, precision=exact)
 
-    to_context = product("bkgrh,bgsh->bgrks", grouped, context_keys) * scale
-    to_context = jnp.where(seen[:, None, None, None], to_context, MASKED)
-    to_block = product("bkgrh,bjgh->bgrkj", grouped, block_keys) * scale
+    to_context = product("bgqh,bgsh->bgqs", rows, context_keys) * scale
+    to_context = jnp.where(seen[:, None, None], to_context, MASKED)
+    to_block = product("bgqh,bjgh->bgqj", rows, block_keys) * scale
     weights = jax.nn.softmax(jnp.concatenate([to_context, to_block], axis=-1), axis=-1).astype(values.dtype)
-    mixed = product("bgrks,bgsh->bkgrh", weights[..., :slots], values)
-    mixed = mixed + product("bgrkj,bjgh->bkgrh", weights[..., slots:], block_values)
+    mixed = product("bgqs,bgsh->bgqh", weights[..., :slots], values)
+    mixed = mixed + product("bgqj,bjgh->bgqh", weights[..., slots:], block_values)
+    mixed = jnp.transpose(mixed.reshape(grouped.shape), (0, 2, 1, 3, 4))
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 

@@ -43,7 +43,7 @@ class Tiles:
           dtype: of the cache.
         """
         fitting = _TILE_BYTES // (2 * _up(dim, _LANES) * jnp.dtype(dtype).itemsize)
-        return cls(slots=min(fitting, _up(slots, _ROWS)))
+        return cls(slots=min(slots, max(fitting // _ROWS, 1) * _ROWS))
 
 
 def vmem_bytes(tiles: Tiles, rows: int, own: int, dim: int, dtype: jax.typing.DTypeLike) -> int:
@@ -93,7 +93,7 @@ def block_attention(
         return b, g, 0, 0
 
     def at_tile(b, g, t, visible):
-        last = jnp.maximum((visible[b] - 1) // tiles.slots, 0)
+        last = jax.lax.div(jnp.maximum(visible[b], 1) - 1, tiles.slots)
         return b, g, jnp.minimum(t, last), 0
 
     per_row = lambda rows: pl.BlockSpec((None, None, rows, dim), at_row)  # noqa: E731

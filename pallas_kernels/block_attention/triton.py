@@ -20,7 +20,7 @@ from pallas_kernels.block_attention import tile
 _LEAST = 16  # rows, columns and depth of a product of Triton's
 _SHARED_BYTES = 1 << 16  # shared memory that one program may need: every GPU since 2018 has it
 _PROGRAMS = 256  # about two per multiprocessor of a large GPU
-_SPLIT_SLOTS = 256  # a split of fewer slots is not worth what combining costs
+_SPLIT_SLOTS = 128  # a split of fewer slots is not worth what combining costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _kernel(
         load = lambda ref: plgpu.load(ref.at[pl.ds(start, tiles.slots), :], mask=inside, other=0)  # noqa: E731
         return tile.add(seen, rows, load(keys), load(values), length - start, scale)
 
-    seen = tile.nothing(*queries.shape)
-    seen = tile.add(seen, rows, block_keys[...], block_values[...], jnp.where(split == 0, own, 0), scale)
+    from_block = own * (1 - split)  # how many tokens of the block are seen: none (or less) by further splits
+    seen = tile.add(tile.nothing(*queries.shape), rows, block_keys[...], block_values[...], from_block, scale)
     seen = jax.lax.fori_loop(first, jnp.minimum(first + share, needed), step, seen)
     mixed[...], top[...], total[...] = seen
