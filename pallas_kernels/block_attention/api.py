@@ -129,7 +129,8 @@ def _check(queries, context_keys, context_values, visible, block_keys, block_val
     if heads % groups:
         raise backends.KernelError(f"{heads} query heads over {groups} groups: use a multiple")
     if 0 in queries.shape or not slots or not block_keys.shape[1]:
-        raise backends.KernelError(f"queries {queries.shape}, {slots} slots, block {block_keys.shape}: no size may be 0")
+        found = f"queries {queries.shape}, {slots} slots, block {block_keys.shape}"
+        raise backends.KernelError(f"{found}: no size may be 0")
 
 
 def _with_gradient(kernel: Callable, plain: Callable) -> Callable:

@@ -1,7 +1,7 @@
 """Block attention as a Pallas kernel for GPUs (Triton).
 
-One program per row, group and split of the cache: a few rows alone would leave most of a GPU idle, so each program takes
-an equal share of the tiles that its row needs (Flash-Decoding, Dao et al., 2023). The shares meet in plain jax.
+One program per row, group and split of the cache: a few rows alone would leave most of a GPU idle, so each program
+takes an equal share of the tiles that its row needs (Flash-Decoding, Dao et al., 2023). The shares meet in plain jax.
 """
 
 from __future__ import annotations

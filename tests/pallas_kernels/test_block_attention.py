@@ -38,7 +38,7 @@ def check(result, expected, shape):
 
 @pytest.mark.parametrize("shape", shapes.SHAPES, ids=NAMES)
 def test_the_reference_is_the_attention_of_decoding(shape):
-    arguments, result = case(shape)
+    _, result = case(shape)
     one = {name: x if name.startswith("context") else x[:, None] for name, x in shapes.inputs(shape).items()}
     plain = jax.jit(attention.attend)(**one, block_mask=jnp.ones((shape.size, shape.size), bool))[:, 0]
     check(plain, result, shape)
