@@ -42,7 +42,8 @@ def add(
     Args:
       seen: the state before.
       queries: [R, H].
-      keys, values: [T, H], the tile; what lies at `count` and beyond may be anything, NaN too.
+      keys: [T, H], the tile; what lies at `count` and beyond may be anything, NaN too.
+      values: [T, H]; finite at `count` and beyond, where their weight is 0.
       count: how many keys of the tile are seen; may be negative or more than T.
       scale: scores are multiplied by it.
     """
@@ -54,7 +55,6 @@ def add(
     scores = jnp.where(inside, scores * scale, MASKED)
     top = jnp.maximum(seen.top, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.where(inside, jnp.exp(scores - top), 0.0)
-    values = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < count, values, jnp.zeros_like(values))
     added = jax.lax.dot_general(
         weights.astype(values.dtype),
         values,

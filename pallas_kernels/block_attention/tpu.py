@@ -145,7 +145,10 @@ def _kernel(
     @pl.when(count > 0)
     def _():
         before = tile.Partial(mixed[...], top[...], total[...])
-        store(tile.add(before, queries[...], keys[...], values[...], count, scale))
+        inside = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < count
+        # Selected in float32: a mask of 32-bit comparisons has not the layout of 16-bit values.
+        finite = jnp.where(inside, values[...].astype(jnp.float32), 0.0).astype(values.dtype)
+        store(tile.add(before, queries[...], keys[...], finite, count, scale))
 
     @pl.when(step == steps - 1)
     def _():
