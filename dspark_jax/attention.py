@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_attention import api as kernel
+
 MASKED = -1e30  # a finite "minus infinity": a row that sees nothing stays free of NaN
 
 
@@ -26,14 +28,15 @@ def attend(
     visible: jax.Array,
     block_keys: jax.Array,
     block_values: jax.Array,
-    block_mask: jax.Array,
+    block_mask: jax.Array | None,
     scale: float | None = None,
     window: int = 0,
 ) -> jax.Array:
     """Attention of blocks of tokens to a shared context and to their own block.
 
     A target step is one block (A = 1) with a causal mask; a drafter's training step is A blocks per row over one
-    context. Softmax in float32 over context and block together.
+    context. Softmax in float32 over context and block together. One block of a row that is not masked, which is what a
+    drafter drafts, is left to a kernel where there is one (`pallas_kernels.block_attention`).
 
     Args:
       queries: [B, A, K, N, H].
@@ -42,7 +45,7 @@ def attend(
       visible: [B, A] int32; block a sees context slots < visible.
       block_keys: [B, A, J, G, H].
       block_values: [B, A, J, G, H].
-      block_mask: [K, J] bool, query i sees key j of its own block.
+      block_mask: [K, J] bool, query i sees key j of its own block; None = every query sees the whole block.
       scale: scores are multiplied by it; None = H ** -0.5.
       window: a token sees the window - 1 tokens before it only (0 = all of them): slot s holds position s, query i of
         block a is at position visible[a] + i, and J = K.
@@ -55,6 +58,10 @@ def attend(
     ratio, exact = heads // groups, product_precision()
     scale = float(dim**-0.5 if scale is None else scale)
     own = block_keys.shape[2]
+    if blocks == 1 and block_mask is None and not window:
+        row = (queries[:, 0], context_keys, context_values, visible[:, 0], block_keys[:, 0], block_values[:, 0])
+        if kernel.implementation(*row) != "reference":
+            return kernel.block_attention(*row, scale=scale)[:, None]
     if blocks * size * own == 1 and batch > 4:
         return _attend_single(queries, context_keys, context_values, visible, block_keys, block_values, scale, window)
     grouped = queries.reshape(batch, blocks, size, groups, ratio, dim)
@@ -66,13 +73,14 @@ def attend(
     if window:
         seen = seen & (jnp.arange(slots) >= _first_seen(visible, size, window)[..., None])  # [B, A, K, S]
         seen = jnp.tile(seen, (1, 1, ratio, 1))
-        ahead = jnp.arange(size)[:, None] - jnp.arange(size)
-        block_mask = block_mask & (ahead < window)
+        near = jnp.arange(size)[:, None] - jnp.arange(size) < window
+        block_mask = near if block_mask is None else block_mask & near
     to_context = jnp.where(seen[:, None], to_context, MASKED)
     keys = jnp.transpose(block_keys, (0, 3, 1, 2, 4))  # [B, G, A, K, H]
     values = jnp.transpose(block_values, (0, 3, 1, 2, 4))
     to_block = jnp.einsum("bgarkh,bgajh->bgarkj", grouped, keys, preferred_element_type=jnp.float32, precision=exact)
-    to_block = jnp.where(block_mask, to_block * scale, MASKED).reshape(batch, groups, blocks, ratio * size, own)
+    to_block = to_block * scale if block_mask is None else jnp.where(block_mask, to_block * scale, MASKED)
+    to_block = to_block.reshape(batch, groups, blocks, ratio * size, own)
 
     # One softmax over both parts, without concatenating them: shared maximum, shared sum.
     top = jnp.maximum(to_context.max(-1, keepdims=True), to_block.max(-1, keepdims=True))

@@ -230,7 +230,7 @@ class Attention(nn.Module):
         context_keys: jax.Array,
         context_values: jax.Array,
         visible: jax.Array,
-        block_mask: jax.Array,
+        block_mask: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Mixes tokens with the context and with their own block.
 
@@ -240,7 +240,7 @@ class Attention(nn.Module):
           context_keys: [B, G, S, H].
           context_values: [B, G, S, H].
           visible: [B, A], context slots each block sees.
-          block_mask: [K, K] bool.
+          block_mask: [K, K] bool; None = every token sees its whole block.
 
         Returns:
           Activations like x; the tokens' own keys and values [B, A*K, G, H].

@@ -104,10 +104,9 @@ class DSparkModel(nn.Module):
         masks = jnp.full((batch, blocks, c.block_slots - 1), c.mask_token_id, jnp.int32)
         block_ids = jnp.concatenate([anchor_ids[..., None], masks], axis=-1)
         block_positions = positions[..., None] + jnp.arange(c.block_slots)
-        everything = jnp.ones((c.block_slots, c.block_slots), bool)
         x = layers.embed(embed, block_ids.reshape(-1), c.decoder, self.layout)
         for layer, keys, values in zip(self.layers, context.keys, context.values):
-            x, _, _ = layer(x, block_positions, keys, values, visible, everything)
+            x, _, _ = layer(x, block_positions, keys, values, visible, None)
         hidden = layers.to_tokens(self.norm(x), self.layout).reshape(batch, blocks, c.block_slots, -1)
         return hidden[:, :, c.block_slots - c.block_size :]
 
