@@ -7,9 +7,9 @@ products:
 
   plain   80 n V' bytes; 48 n V' without a sequential head (no bias, one product of the gradient)
 
-The kernels never write such an array, but read the head again for every tile of t positions, in both forward sweeps and
-for the gradient of the rows, and the positions again for every tile of u tokens, for the gradient of w2. With s bytes an
-entry:
+The kernels never write such an array, but read the head again for every tile of t positions, in both forward sweeps
+and for the gradient of the rows, and the positions again for every tile of u tokens, for the gradient of w2. With s
+bytes an entry:
 
   fused   (3 ceil(n / t) + 1) V' (D + R) s + ceil(V' / u) n (2 D + R) s
 
@@ -18,8 +18,8 @@ entry:
   n = 896, V' = 12288, D = 576, R = 128, float32, t = 256, u = 512        0.88 GB plain, 0.56 GB fused
   n = 3584, V' = 151936, D = 2560, R = 256, bfloat16, t = 128, u = 512     44 GB plain,   84 GB fused
 
-So the kernels pay where D is small, or where repeated reads are served by a cache, as on a GPU. What they save everywhere
-is memory: each of the arrays of the second case takes 2.2 GB.
+So the kernels can pay where D is small, or where repeated reads are served by a cache, as on a GPU. What they save
+everywhere is memory: each of the arrays of the second case takes 2.2 GB.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def through_cap(gradient: jax.Array, base: jax.Array, cap: float) -> jax.Array:
     return gradient * (1.0 - level) * (1.0 + level)
 
 
-def columns(shape: tuple[int, int], first: jax.Array) -> jax.Array:
+def columns(shape: tuple[int, ...], first: jax.Array) -> jax.Array:
     """Token indices of a tile [rows, tokens] that begins at `first`."""
     return first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 

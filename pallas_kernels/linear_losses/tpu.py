@@ -93,11 +93,11 @@ def linear_losses(
     rank = 0 if code is None else code.shape[1]
     tiles = tiles or Tiles.for_shape(hidden.shape[0], *head.shape, rank, head.dtype.itemsize)
     assert tiles is not None, "api.refuses sends such shapes elsewhere"
+    options = {"softcap": softcap, "tiles": tiles, "interpret": interpret}
     passes = gradient.Passes(
-        *(
-            functools.partial(run, softcap=softcap, tiles=tiles, interpret=interpret)
-            for run in (_forward, _row_gradients, _weight_gradient)
-        )
+        forward=functools.partial(_forward, **options),
+        rows=functools.partial(_row_gradients, **options),
+        weight=functools.partial(_weight_gradient, **options),
     )
     return gradient.run(passes, tiles.rows, hidden, target_hidden, head, log_normalizer, label, code, w2)
 
@@ -242,7 +242,7 @@ def _split(refs):
 
 def _rows_kernel(*refs, softcap: float, vocab: int):
     row, (hidden, target, head), rest = _split(refs)
-    bias, outputs = (rest[:2], rest[2:]) if len(rest) > 1 else ((), rest)
+    bias, outputs = rest[: len(rest) // 2], rest[len(rest) // 2 :]  # two and two, or none and one
     first = pl.program_id(1) * head.shape[0]
 
     @pl.when(pl.program_id(1) == 0)

@@ -67,11 +67,11 @@ def linear_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments and results as `api.linear_losses`."""
     tiles = tiles or Tiles.for_shape(hidden.shape[0], *head.shape)
+    options = {"softcap": softcap, "tiles": tiles, "interpret": interpret}
     passes = gradient.Passes(
-        *(
-            functools.partial(run, softcap=softcap, tiles=tiles, interpret=interpret)
-            for run in (_forward, _row_gradients, _weight_gradient)
-        )
+        forward=functools.partial(_forward, **options),
+        rows=functools.partial(_row_gradients, **options),
+        weight=functools.partial(_weight_gradient, **options),
     )
     return gradient.run(passes, tiles.rows, hidden, target_hidden, head, log_normalizer, label, code, w2)
 
@@ -266,7 +266,7 @@ def _split(refs):
 
 def _rows_kernel(*refs, softcap: float, tiles: Tiles):
     row_refs, (hidden, target, head), rest = _split(refs)
-    bias, outputs = (rest[:2], rest[2:]) if len(rest) > 1 else ((), rest)
+    bias, outputs = rest[: len(rest) // 2], rest[len(rest) // 2 :]  # two and two, or none and one
     row, part, block = pl.program_id(0) * tiles.rows, pl.program_id(1), pl.program_id(2)
     known = RowGradient(*(_column(ref, row, tiles.rows) for ref in row_refs))
     hidden_columns = [(block * tiles.chunks + c) * tiles.chunk for c in range(tiles.chunks)]
