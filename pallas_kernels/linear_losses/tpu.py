@@ -91,7 +91,8 @@ def linear_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments and results as `api.linear_losses`; `interpret` may be a `pltpu.InterpretParams`."""
     rank = 0 if code is None else code.shape[1]
-    tiles = tiles or Tiles.for_shape(hidden.shape[0], *head.shape, rank, head.dtype.itemsize)
+    vocab, width = head.shape
+    tiles = tiles or Tiles.for_shape(hidden.shape[0], vocab, width, rank, head.dtype.itemsize)
     assert tiles is not None, "api.refuses sends such shapes elsewhere"
     options = {"softcap": softcap, "tiles": tiles, "interpret": interpret}
     passes = gradient.Passes(

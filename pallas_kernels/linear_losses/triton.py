@@ -66,7 +66,8 @@ def linear_losses(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments and results as `api.linear_losses`."""
-    tiles = tiles or Tiles.for_shape(hidden.shape[0], *head.shape)
+    vocab, width = head.shape
+    tiles = tiles or Tiles.for_shape(hidden.shape[0], vocab, width)
     options = {"softcap": softcap, "tiles": tiles, "interpret": interpret}
     passes = gradient.Passes(
         forward=functools.partial(_forward, **options),

@@ -60,16 +60,13 @@ def expected_of(shape):
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=lambda x: getattr(x, "name", x))
-def test_kernels_are_the_reference(name, shape):
+def test_kernels_are_the_reference(name, shape, capsys):
     losses, gradients = results(KERNELS[name], shapes.inputs(shape))
     expected_losses, expected_gradients = expected_of(shape)
     # Sums in another order. In bfloat16 the gradient of the logits is rounded (2^-9) before its products.
     assert_close(losses, expected_losses, 1e-5)
     assert_close(gradients, expected_gradients, 1e-4 if shape.dtype == "float32" else 2**-7)
-    if name == "races":
-        from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
+    assert "RACE" not in capsys.readouterr().out  # how the interpreter reports one
 
 
 def edge_rows():
