@@ -3,7 +3,8 @@
 Logits of all positions would be the largest array by far ([B * A * K, V']). The loss is therefore a scan over chunks of
 blocks that computes, per chunk, the losses and their gradients with respect to the hidden states and the heads; only
 these leave the chunk. The backbone's gradient follows from the hidden states' by its vector-Jacobian product. Nothing
-is computed twice.
+is computed twice, unless a kernel takes over the losses of a chunk (`pallas_kernels.linear_losses`): it computes logits
+again rather than keep them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ The kernels never write such an array, but read the head again for every tile of
 and for the gradient of the rows, and the positions again for every tile of u tokens, for the gradient of w2. With s
 bytes an entry:
 
-  fused   (3 ceil(n / t) + 1) V' (D + R) s + ceil(V' / u) n (2 D + R) s
+  fused   (3 ceil(n / t) + 1) V' (D + R) s + ceil(V' / u) n (2 D + R) s; 3 ceil(n / t) V' D s without a sequential head
 
 (`tpu.Tiles.traffic`). Two chunks of training, with the tiles that `tpu.Tiles.for_shape` picks:
 

@@ -68,13 +68,11 @@ def vmem_bytes(tiles: Tiles, width: int, rank: int, itemsize: int) -> int:
     """
     lanes = lambda size: pl.cdiv(size, 128) * 128  # noqa: E731
     column = tiles.rows * 128 * 4
-    read = (2 * tiles.rows + tiles.vocab) * lanes(width) * itemsize + (tiles.rows + tiles.vocab) * lanes(
-        rank
-    ) * itemsize
+    of_width, of_rank = (2 * tiles.rows + tiles.vocab) * lanes(width), (tiles.rows + tiles.vocab) * lanes(rank)
     forward = 2 * (2 + len(Outputs._fields)) * column + column
     rows = 2 * (len(RowGradient._fields) * column + tiles.rows * (lanes(width) + lanes(rank)) * 4)
     weight = 2 * (len(RowGradient._fields) * column + tiles.vocab * lanes(rank) * 4)
-    return 2 * read + max(forward, rows, weight) + 7 * tiles.rows * tiles.vocab * 4
+    return 2 * (of_width + of_rank) * itemsize + max(forward, rows, weight) + 7 * tiles.rows * tiles.vocab * 4
 
 
 def linear_losses(
@@ -93,7 +91,7 @@ def linear_losses(
     rank = 0 if code is None else code.shape[1]
     vocab, width = head.shape
     tiles = tiles or Tiles.for_shape(hidden.shape[0], vocab, width, rank, head.dtype.itemsize)
-    assert tiles is not None, "api.refuses sends such shapes elsewhere"
+    assert tiles is not None, "the api sends such shapes elsewhere"
     options = {"softcap": softcap, "tiles": tiles, "interpret": interpret}
     passes = gradient.Passes(
         forward=functools.partial(_forward, **options),
