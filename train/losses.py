@@ -66,11 +66,29 @@ def block_losses(
       label_index: [n, K] int32, the labels' places in the draft vocabulary, -1 = outside.
       weights: [n, K] float32, w_k, 0 for unsupervised labels.
     """
+    return sum_losses(*position_losses(logits, target_probs, label_index), confidence_logits, weights)
+
+
+def position_losses(logits: jax.Array, target_probs: jax.Array, label_index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes cross-entropy (0 for a label outside) and L1 distance by position.
+
+    Args:
+      logits: [..., V'] float32; see `block_losses`.
+      target_probs: [..., V'] float32.
+      label_index: [...] int32.
+
+    Returns:
+      [...] float32 each.
+    """
     chex.assert_equal_shape([logits, target_probs])
     log_q = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    known = label_index >= 0
     log_label = jnp.take_along_axis(log_q, jnp.maximum(label_index, 0)[..., None], axis=-1)[..., 0]
     distance = jnp.abs(jnp.exp(log_q) - target_probs).sum(-1) + jnp.maximum(1.0 - target_probs.sum(-1), 0.0)
+    return jnp.where(label_index >= 0, -log_label, 0.0), distance
+
+
+def sum_losses(ce: jax.Array, distance: jax.Array, confidence_logits: jax.Array | None, weights: jax.Array) -> LossSums:
+    """Sums the losses of positions, given what `position_losses` returns, [n, K]; the others as of `block_losses`."""
     accept = jax.lax.stop_gradient(jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0))
     if confidence_logits is None:
         confidence = jnp.zeros_like(distance)
@@ -78,7 +96,7 @@ def block_losses(
         positive, negative = jax.nn.log_sigmoid(confidence_logits), jax.nn.log_sigmoid(-confidence_logits)
         confidence = -(accept * positive + (1.0 - accept) * negative)
     return LossSums(
-        ce=jnp.sum(weights * jnp.where(known, -log_label, 0.0)),
+        ce=jnp.sum(weights * ce),
         l1=jnp.sum(weights * distance),
         confidence=jnp.sum(weights * confidence),
         accept=jnp.sum(weights * accept),

@@ -3,11 +3,13 @@
 Logits of all positions would be the largest array by far ([B * A * K, V']). The loss is therefore a scan over chunks of
 blocks that computes, per chunk, the losses and their gradients with respect to the hidden states and the heads; only
 these leave the chunk. The backbone's gradient follows from the hidden states' by its vector-Jacobian product. Nothing
-is computed twice.
+is computed twice, unless a kernel takes over the losses of a chunk (`pallas_kernels.linear_losses`): it computes logits
+again rather than keep them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import jax
@@ -15,9 +17,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from dspark_jax import layers
 from dspark_jax.drafters.dspark import DSparkModel, SharedWeights
 from dspark_jax.records import Params
+from pallas_kernels.linear_losses import api as linear_losses
 from train import anchors as anchors_lib
 from train import losses
 from train.optimizer import HEADS
@@ -47,6 +49,8 @@ def loss_and_gradients(
     loss_weights: losses.LossWeights,
     decay: float,
     chunk: int,
+    backend: str = "auto",
+    interpret: bool = False,
 ) -> tuple[jax.Array, losses.LossSums, jax.Array, Params]:
     """Computes the loss of a batch and its gradient.
 
@@ -59,6 +63,8 @@ def loss_and_gradients(
       loss_weights: weights of the three losses.
       decay: constant of the position weights.
       chunk: blocks per chunk; divides B * A.
+      backend: what computes the losses of a chunk (`pallas_kernels.linear_losses.api`).
+      interpret: run a kernel in an interpreter (tests).
 
     Returns:
       loss, sums, total position weight, gradients like `params`.
@@ -93,16 +99,8 @@ def loss_and_gradients(
     pieces = jax.tree.map(lambda a: a.reshape(count // chunk, chunk, *a.shape[1:]), pieces)
 
     def chunk_loss(hidden, heads, piece):
-        flat = piece["target_hidden"].reshape(chunk * size, -1).astype(model.dtype)
-        target_logits = layers.to_tokens(
-            layers.linear(shared.head, layers.from_tokens(flat, model.layout), model.layout), model.layout
-        )
-        target_logits = layers.soft_cap(target_logits.astype(jnp.float32), model.config.decoder.logit_softcap)
-        log_p = target_logits.reshape(chunk, size, -1) - piece["log_normalizer"][..., None]
-        logits, confidence = cast("Any", model.apply)(
-            {"params": heads}, shared.head, hidden, piece["previous"], method="block_logits"
-        )
-        sums = losses.block_losses(logits, confidence, jnp.exp(log_p), piece["label"], piece["weights"])
+        ce, distance, confidence = _position_losses(model, shared, heads, hidden, piece, backend, interpret)
+        sums = losses.sum_losses(ce, distance, confidence, piece["weights"])
         return losses.combine(sums, loss_weights, total_weight), sums
 
     def scan_body(carry, piece):
@@ -154,6 +152,33 @@ def train_step(
         "gradient_norm": optax.global_norm(gradients),
     }
     return TrainState(params=params, optimizer=optimizer_state, step=state.step + 1), metrics
+
+
+def _position_losses(
+    model: DSparkModel,
+    shared: SharedWeights,
+    heads: Params,
+    hidden: jax.Array,
+    piece: dict[str, jax.Array],
+    backend: str,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Cross-entropy, L1 distance and confidence logits (None without a head) of a chunk of blocks, [n, K] each."""
+    cap, shape = model.config.decoder.logit_softcap, piece["label"].shape
+    apply = functools.partial(cast("Any", model.apply), {"params": heads})
+    rows = lambda x: x.reshape(piece["label"].size, *x.shape[2:])  # noqa: E731
+    target_hidden = rows(piece["target_hidden"]).astype(model.dtype)
+    arrays = (rows(hidden), target_hidden, shared.head, rows(piece["log_normalizer"]), rows(piece["label"]))
+    codes, confidence = apply(hidden, piece["previous"], method="block_codes")
+    bias = () if codes is None else (rows(codes), heads["sequential"]["w2"])
+    chosen = linear_losses.choose(*arrays, *bias, backend=backend, interpret=interpret)
+    if chosen != "reference":
+        ce, distance = linear_losses.linear_losses(*arrays, *bias, softcap=cap, backend=chosen, interpret=interpret)
+    else:  # the same definition, with products in the layout that suits the device
+        logits = apply(shared.head, rows(hidden), bias[0] if bias else None, method="position_logits")
+        log_p = apply(shared.head, target_hidden, method="base_logits") - rows(piece["log_normalizer"])[:, None]
+        ce, distance = losses.position_losses(logits, jnp.exp(log_p), rows(piece["label"]))
+    return ce.reshape(shape), distance.reshape(shape), confidence
 
 
 def _label_index(shared: SharedWeights, label_ids: jax.Array) -> jax.Array:

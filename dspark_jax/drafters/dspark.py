@@ -129,15 +129,30 @@ class DSparkModel(nn.Module):
         Returns:
           logits [n, K, V'] float32, and confidence logits [n, K] or None.
         """
+        codes, confidence = self.block_codes(hidden, previous_ids)
+        flat = lambda x: x.reshape(previous_ids.size, -1)  # noqa: E731
+        logits = self.position_logits(head, flat(hidden), None if codes is None else flat(codes))
+        return logits.reshape(*previous_ids.shape, -1), confidence
+
+    def position_logits(self, head: jax.Array, hidden: jax.Array, codes: jax.Array | None) -> jax.Array:
+        """Returns U + B: hidden [n, D] and codes [n, R], or None without a sequential head -> [n, V'] float32."""
+        logits = self.base_logits(head, hidden)
+        return logits if codes is None else logits + self.sequential.bias(codes).astype(jnp.float32)
+
+    def block_codes(self, hidden: jax.Array, previous_ids: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """The part of `block_logits` that is not as wide as the vocabulary; arguments as there.
+
+        Returns:
+          the sequential head's codes [n, K, R] and confidence logits [n, K], None without such a head.
+        """
         count, size, width = hidden.shape
-        flat = hidden.reshape(count * size, width)
-        logits, embedded = self.base_logits(head, flat), None
+        codes = embedded = confidence = None
         if self.config.sequential_head != "none":
             codes, embedded = self.sequential.teacher_forced(hidden, previous_ids)
             embedded = embedded.reshape(count * size, -1)
-            logits = logits + self.sequential.bias(codes.reshape(count * size, -1)).astype(jnp.float32)
-        confidence = self.confidence(flat, embedded).reshape(count, size) if self.config.confidence_head else None
-        return logits.reshape(count, size, -1), confidence
+        if self.config.confidence_head:
+            confidence = self.confidence(hidden.reshape(count * size, width), embedded).reshape(count, size)
+        return codes, confidence
 
     def draft_block(
         self,

@@ -320,6 +320,26 @@ def test_chunks_do_not_matter_and_gradients_are_autodiff():
             np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
+@pytest.mark.parametrize(("head", "kernel"), [("rnn", "tpu"), ("none", "triton")])
+def test_a_kernel_gives_the_losses_and_gradients_of_the_plain_path(head, kernel):
+    vocab = np.arange(0, 50, 2)
+    model, shared, params, table = make_model(head, vocab=vocab)
+    model = model.clone(config=dataclasses.replace(model.config, decoder=dataclasses.replace(BODY, logit_softcap=5.0)))
+    batch = make_batch(table)
+    response = jnp.ones((2, 20), bool)
+    positions, keep = anchors.sample_positions(jax.random.key(0), response, 3)
+    blocks = anchors.make_anchors(batch["tokens"], response, positions, keep, 4)
+    run = lambda backend: jax.jit(  # noqa: E731
+        lambda params: step.loss_and_gradients(
+            model, shared, params, batch, blocks, WEIGHTS, 4.0, 3, backend, backend != "reference"
+        )
+    )(params)
+    expected = jax.tree.leaves(run("reference"))
+    for ours, wanted in zip(jax.tree.leaves(run(kernel)), expected, strict=True):
+        # Sums in another order, with cancellation: compare with the tensor's largest entry.
+        np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
+
+
 def test_a_training_step_learns():
     model, shared, params, table = make_model("gated")
     batch = make_batch(table)
