@@ -71,7 +71,7 @@ def verify(
       KernelError: shapes that don't fit; a draft token, known before the launch, outside of the vocabulary or of its
         list of candidates.
     """
-    _check(target_logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier, cut)
+    check(target_logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier, cut)
     name = implementation(target_logits, draft, backend, bool(interpret))
     arguments = (target_logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier, cut)
     if name == "reference":
@@ -193,8 +193,8 @@ def _probe(name: str) -> bool:
     return True
 
 
-def _check(target_logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier, cut) -> None:
-    """Raises KernelError for arguments that don't fit."""
+def check(target_logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier, cut) -> None:
+    """Raises KernelError for arguments of `verify` that don't fit; of the logits only shape and dtype count."""
     if verifier not in VERIFIERS:
         raise KernelError(f"verifier = {verifier!r}: use {' or '.join(VERIFIERS)}")
     if target_logits.ndim != 3 or 0 in target_logits.shape:
