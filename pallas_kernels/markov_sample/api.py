@@ -162,7 +162,7 @@ def _check(base_logits, anchor_ids, temperature, uniforms, kind, hidden, w1, w2,
             raise backends.KernelError(f"w1 {_shape(w1)}: a {kind} head needs [V, R]")
         if draft_size is None:
             draft_size = len(w1)
-        vocab_size, rank = w1.shape
+        rank = w1.shape[1]
         expected["w2"] = (w2, (draft_size, rank))
         if w2 is not None and w2.dtype != w1.dtype:
             raise backends.KernelError(f"w2 is {w2.dtype}, w1 is {w1.dtype}: use one dtype")

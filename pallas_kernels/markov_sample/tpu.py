@@ -77,7 +77,7 @@ def refuses(kind: str, batch: int, size: int, candidates: bool, rank: int, vocab
     if kind != "none" and vocab_size % (32 // itemsize):
         return f"W1 has {vocab_size} rows, not a multiple of {32 // itemsize}"
     if not candidates and _up(batch, 8) * _up(size, 128) * 4 > _SCRATCH:
-        return f"{batch} rows of {size} logits, more than {_SCRATCH >> 20} MiB of VMEM (draft from a list of candidates)"
+        return f"{batch} rows of {size} logits, more than {_SCRATCH >> 20} MiB (draft from a list of candidates)"
     needed = vmem_bytes(kind, batch, size, candidates, rank, itemsize)
     if needed > _VMEM:
         return f"it needs {needed} bytes of VMEM, more than {_VMEM}"
@@ -231,12 +231,12 @@ def _begin_step(ref: SimpleNamespace, kind: str, block: jax.Array, k: jax.Array)
         jax.lax.fori_loop(0, rows, lambda r, _: _put(ref.previous, r, ref.anchors[block * rows + r]), None)
 
     def copy(r):
-        start = pl.multiple_of(ref.previous[r] // group * group, group)
+        start = pl.multiple_of(ref.previous[r] - jax.lax.rem(ref.previous[r], group), group)
         return pltpu.make_async_copy(ref.w1.at[pl.ds(start, group), :], ref.w1_groups.at[r], ref.copied)
 
     def select(r, _):
         rows_of_w1 = ref.w1_groups[r].astype(jnp.float32)
-        mine = jnp.where(row_of_group == ref.previous[r] % group, rows_of_w1, 0.0)
+        mine = jnp.where(row_of_group == jax.lax.rem(ref.previous[r], group), rows_of_w1, 0.0)
         ref.embedded[pl.ds(r, 1), :] = jnp.sum(mine, axis=0, keepdims=True)
 
     _copy_all(copy, rows)
@@ -254,8 +254,9 @@ def _begin_step(ref: SimpleNamespace, kind: str, block: jax.Array, k: jax.Array)
 def _draw(logits_tiles, uniforms: jax.Array, sampled: jax.Array) -> jax.Array:
     """Draws from logits in VMEM, argmax for rows that are not sampled: [tiles, rows, width] -> [rows, 1] int32."""
     count, rows, width = logits_tiles.shape
-    zeros = jnp.zeros((rows, 1), jnp.float32)
-    start = jnp.zeros((rows, 1), jnp.int32)
+    # What the loops carry starts from a value in memory: Mosaic lays a constant out in a way that results can't have.
+    zeros = uniforms * 0.0
+    start = zeros.astype(jnp.int32)
 
     def maximum(j, carry):
         top, first = carry
@@ -293,11 +294,11 @@ def _target_ids(ref: SimpleNamespace, chosen: jax.Array) -> jax.Array:
     row = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
 
     def copy(r):
-        start = pl.multiple_of(_entry(chosen, r) // _VOCAB_GROUP * sublanes, sublanes)
+        start = pl.multiple_of(jax.lax.div(_entry(chosen, r), _VOCAB_GROUP) * sublanes, sublanes)
         return pltpu.make_async_copy(ref.vocab.at[pl.ds(start, sublanes), :], ref.vocab_groups.at[r], ref.copied)
 
     def select(r, tokens):
-        mine = jnp.where(place == _entry(chosen, r) % _VOCAB_GROUP, ref.vocab_groups[r], 0)
+        mine = jnp.where(place == jax.lax.rem(_entry(chosen, r), _VOCAB_GROUP), ref.vocab_groups[r], 0)
         return jnp.where(row == r, jnp.sum(mine), tokens)
 
     _copy_all(copy, rows)
