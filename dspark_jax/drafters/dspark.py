@@ -258,8 +258,11 @@ class DSparkModel(nn.Module):
             previous = chosen if vocab is None else vocab[chosen]
             tokens.append(previous)
             logits.append(step_logits)
-        confidence_logits = jnp.stack(confidences, axis=1) if confidences else None
-        return jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), confidence_logits
+        return (
+            jnp.stack(tokens, axis=1),
+            jnp.stack(logits, axis=1),
+            jnp.stack(confidences, axis=1) if confidences else None,
+        )
 
     def _left_to_right_fused(
         self,

@@ -33,6 +33,8 @@ def markov_sample(
     for k in range(steps):
         step_logits = base_logits[:, k].astype(jnp.float32)
         if kind != "none":
+            assert w1 is not None
+            assert w2 is not None
             embedded = w1[previous].astype(jnp.float32)
             code, state = _step(kind, None if hidden is None else hidden[:, k], embedded, state, weight, bias)
             rows = w2 if index is None else w2[index[:, k]]

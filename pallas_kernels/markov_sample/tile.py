@@ -36,9 +36,7 @@ def split_head(
     return fixed, rest.reshape(PARTS[kind], rank, INPUTS[kind], rank).transpose(2, 0, 1, 3)
 
 
-def step(
-    kind: str, embedded: jax.Array, state: jax.Array | None, parts: list[jax.Array]
-) -> tuple[jax.Array, jax.Array | None]:
+def step(kind: str, embedded: jax.Array, state: jax.Array, parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the code of one position's bias and the next state, float32 like its arguments, any shape [..., R]."""
     if kind == "vanilla":
         return embedded, state

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,11 +109,10 @@ def markov_sample(
     rows, width = tiles.rows, tiles.width
     pad = lambda x: jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
     if index is None:
-        grid, semantics = (1, steps, pl.cdiv(size, width)), ("arbitrary", "arbitrary", "arbitrary")
+        grid = (1, steps, pl.cdiv(size, width))
         whole = pl.BlockSpec((1, rows, width), lambda b, k, j, *_: (k, b, j))
     else:
         grid = ((batch + extra) // rows, steps, 1 if kind == "none" else rows)
-        semantics = ("parallel", "arbitrary", "arbitrary")
         whole = pl.BlockSpec((1, rows, width), lambda b, k, j, *_: (k, b, 0))
     column = pl.BlockSpec((1, rows, 1), lambda b, k, j, *_: (k, b, 0))
     inputs = {
@@ -120,7 +120,7 @@ def markov_sample(
         "uniforms": (pad(uniforms).T[..., None], column),
         "temperature": (pad(temperature)[:, None], pl.BlockSpec((rows, 1), lambda b, k, j, *_: (b, 0))),
     }
-    scratch = {
+    scratch: dict[str, Any] = {
         "logits_tiles": pltpu.VMEM((grid[2] if index is None else 1, rows, width), jnp.float32),
         "previous": pltpu.SMEM((rows,), jnp.int32),
     }
@@ -169,7 +169,7 @@ def markov_sample(
             jax.ShapeDtypeStruct((steps, batch + extra, 1), jnp.int32),
             jax.ShapeDtypeStruct((steps, batch + extra, size), jnp.float32),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         interpret=interpret,
         name="markov_sample",
     )(pad(anchor_ids), *(array for array, _ in inputs.values()))
