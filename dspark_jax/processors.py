@@ -105,6 +105,12 @@ def penalises(sampler: Sampler) -> jax.Array:
     return sampler.repetition_penalty != 1.0
 
 
+def beyond_temperature(sampler: Sampler) -> jax.Array:
+    """Which rows need more than their temperature, [B] bool."""
+    cut = (sampler.top_k > 0) | (sampler.top_p < 1.0) | (sampler.min_p > 0.0)
+    return penalises(sampler) | ((sampler.temperature > 0) & cut)
+
+
 def seen_tokens(tokens: jax.Array, length: jax.Array, sampler: Sampler, vocab_size: int) -> jax.Array:
     """Which tokens a row holds so far, prompt included: [B, S] tokens, [B] length -> [B, V] bool.
 

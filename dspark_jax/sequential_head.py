@@ -44,6 +44,17 @@ class SequentialHead(nn.Module):
         elif kind == "rnn":
             self.joint = layers.Linear(3 * rank, 2 * rank + width, "token_major", use_bias=True, dtype=self.dtype)
 
+    def weights(self) -> dict[str, jax.Array]:
+        """Returns its weights under the names that `pallas_kernels.markov_sample` has for them."""
+        kind = self.config.sequential_head
+        if kind == "none":
+            return {}
+        weights = {"w1": self.w1, "w2": self.w2}
+        if kind != "vanilla":
+            linear = self.gate if kind == "gated" else self.joint
+            weights |= {"weight": linear.weight, "bias": linear.bias}
+        return weights
+
     def init_state(self, count: int) -> jax.Array:
         """Returns s_0 for `count` blocks, [count, R] (unused by the stateless heads)."""
         return jnp.zeros((count, max(self.config.markov_rank, 1)), self.dtype)

@@ -42,7 +42,8 @@ def select(
     Args:
       op: the op's name, for messages.
       available: kernels that the op has beside the reference.
-      asked: "auto", or the name of a backend; "auto" reads DSPARK_KERNELS first.
+      asked: "auto", or the name of a backend; "auto" reads DSPARK_KERNELS first. A name may be one for another
+        platform, because programs can be compiled for one (`jax.export`, `compile_for_tpu`).
       interpret: the kernel is to be interpreted, so that any platform will do.
       refuses: says why a backend can't take these arguments, "" if it can.
       probe: runs a backend on a small case and says whether it reproduced the reference.
@@ -51,7 +52,7 @@ def select(
       a name of BACKENDS.
 
     Raises:
-      KernelError: an unknown name, or a kernel for another platform.
+      KernelError: an unknown name, or DSPARK_KERNELS names a kernel for another platform.
     """
     wanted = os.environ.get(VARIABLE, "auto") if asked == "auto" else asked
     if wanted not in ("auto", *BACKENDS):
@@ -66,10 +67,10 @@ def select(
     for name in here if wanted == "auto" else (wanted,):
         if name not in available:
             continue
-        if wanted != "auto" and not interpret and name not in here:
+        if asked == "auto" and wanted != "auto" and not interpret and name not in here:
             raise KernelError(
-                f"{op}: backend {name!r} does not run on {jax.default_backend()}; use backend='reference', or interpret"
-                " the kernel (interpret=True)"
+                f"{VARIABLE} = {wanted!r}: that kernel does not run on {jax.default_backend()}; unset the variable, or"
+                " use reference"
             )
         reason = refuses(name)
         if reason:

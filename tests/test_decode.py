@@ -1,6 +1,7 @@
 """The decoding cycle on a tiny random target: the text is the target's own, whatever drafts it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -363,6 +364,30 @@ def test_drafts_are_drawn_from_the_q_that_they_report(tiny_target, whole, candid
     assert draft.logits.shape == (rows, 3, candidates or (VOCAB if vocab is None else len(vocab)))
     if vocab is not None:
         assert np.isin(draft.token_ids, vocab).all()
+
+
+@pytest.mark.parametrize(("backend", "candidates"), [("tpu", 0), ("triton", 6)])
+@pytest.mark.filterwarnings("error:markov_sample")  # the reference does not step in
+def test_the_fused_loop_drafts_what_the_plain_one_drafts(tiny_target, backend, candidates):
+    decoder = dataclasses.replace(tiny_target.config, num_layers=1, vocab_size=104)  # W1 in whole groups of 8 rows
+    vocab = np.arange(0, VOCAB, 2)
+    fields = {"decoder": decoder, "sequential_head": "rnn", "markov_rank": 32, "block_size": 3}
+    loaded = random_dspark(tiny_target, vocab=vocab, **fields)
+    params, model, rows = loaded.params, loaded.drafter.model, 3
+    params["model"]["sequential"] = jax.tree.map(lambda x: 30 * x, params["model"]["sequential"])  # a bias that counts
+    context = dataclasses.replace(loaded.drafter.init_state(rows, 32), length=jnp.asarray([4, 9, 2]))
+    anchors, uniforms = jnp.asarray([3, 7, 11]), jax.random.uniform(jax.random.key(0), (rows, 3))
+
+    def draft(settings, **options):
+        arguments = (params["shared"], anchors, context, 3, uniforms, settings, None, candidates)
+        return model.apply({"params": params["model"]}, *arguments, method="draft_block", **options)
+
+    fused = jax.jit(functools.partial(draft, backend=backend, interpret=True))
+    plain = jax.jit(draft)
+    for top_k in (0, 2):  # a processor that the kernel does not know takes the plain loop
+        settings = processors.make_sampler([0.0, 0.7, 1.2], [0, 0, top_k])
+        for one, other in zip(jax.tree.leaves(fused(settings)), jax.tree.leaves(plain(settings)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)  # products are summed in another order
 
 
 @dataclasses.dataclass(frozen=True)

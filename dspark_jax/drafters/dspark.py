@@ -9,6 +9,7 @@ softmax(U_k + B_k). The embedding table and the LM head are the target's, shared
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from dspark_jax.confidence import ConfidenceHead
 from dspark_jax.config import DRAFT_SAMPLING, ConfigError, DrafterConfig
 from dspark_jax.records import BlockKV, Draft, KVCache, Params, Sampler
 from dspark_jax.sequential_head import SequentialHead
+from pallas_kernels.markov_sample import api as markov_sample
 
 
 @struct.dataclass
@@ -165,6 +167,8 @@ class DSparkModel(nn.Module):
         seen: jax.Array | None = None,
         candidates: int = 0,
         greedy: bool = False,
+        backend: str = "auto",
+        interpret: bool = False,
     ) -> Draft:
         """Both stages of one draft.
 
@@ -182,6 +186,8 @@ class DSparkModel(nn.Module):
             sequential head and can be proposed; 0 = all. The list doesn't depend on the tokens drafted before, and
             leaving something out of it costs acceptance, never exactness: q is what is drawn from.
           greedy: propose the argmax whatever the temperature; q is then one-hot.
+          backend: which implementation of the sequential stage, see `pallas_kernels.backend.select`.
+          interpret: run its kernel in Pallas' interpreter.
         """
         if greedy:
             sampler = dataclasses.replace(sampler, temperature=jnp.zeros_like(sampler.temperature))
@@ -197,9 +203,58 @@ class DSparkModel(nn.Module):
         index = None
         if candidates and candidates < base.shape[-1]:
             base, index = jax.lax.approx_max_k(base, candidates)  # [B, K, m]; exact on CPU and GPU
-        state, previous = self.sequential.init_state(batch), anchor_ids
+        arguments = (anchor_ids, base, index, hidden, shared.vocab, uniforms, sampler)
+        head = {"kind": self.config.sequential_head, **self.sequential.weights()}
+        kernel = markov_sample.pick(
+            base, kind=head["kind"], w1=head.get("w1"), index=index, backend=backend, interpret=interpret
+        )
+        if kernel == "reference":
+            token_ids, logits, confidence_logits = self._left_to_right(*arguments, seen)
+        else:
+            fused = functools.partial(self._left_to_right_fused, *arguments, head, kernel, interpret)
+            token_ids, logits, confidence_logits = jax.lax.cond(
+                processors.beyond_temperature(sampler).any(), lambda: self._left_to_right(*arguments, seen), fused
+            )
+        ids = shared.vocab
+        if index is not None:
+            ids = index if shared.vocab is None else shared.vocab[index]
+        return Draft(
+            token_ids=token_ids,
+            logits=None if greedy else logits,
+            confidence_logits=confidence_logits,
+            length=jnp.full((batch,), block_size, jnp.int32),
+            ids=ids,
+        )
+
+    def _left_to_right(
+        self,
+        anchor_ids: jax.Array,
+        base: jax.Array,
+        index: jax.Array | None,
+        hidden: jax.Array,
+        vocab: jax.Array | None,
+        uniforms: jax.Array,
+        sampler: Sampler,
+        seen: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The sequential stage, step by step.
+
+        Args:
+          anchor_ids: [B].
+          base: [B, K, m], or [B, K, V'] of the whole draft vocabulary.
+          index: [B, K, m], the candidates, or None.
+          hidden: [B, K, D].
+          vocab: [V'], or None.
+          uniforms: [B, K].
+          sampler: settings of the rows.
+          seen: [B, V'] bool, or None.
+
+        Returns:
+          target ids [B, K], processed logits shaped as `base`, confidence logits [B, K] or None.
+        """
+        state, previous = self.sequential.init_state(anchor_ids.shape[0]), anchor_ids
         tokens, logits, confidences = [], [], []
-        for k in range(block_size):
+        for k in range(base.shape[1]):
             step_logits, embedded = base[:, k], self.sequential.embed_previous(previous)
             only = None if index is None else index[:, k]
             if embedded is not None:
@@ -214,19 +269,45 @@ class DSparkModel(nn.Module):
                 chosen = jnp.take_along_axis(only, chosen[:, None], axis=1)[:, 0]
             if seen is not None:
                 seen = processors.mark(seen, chosen)
-            previous = chosen if shared.vocab is None else shared.vocab[chosen]
+            previous = chosen if vocab is None else vocab[chosen]
             tokens.append(previous)
             logits.append(step_logits)
-        ids = shared.vocab
-        if index is not None:
-            ids = index if shared.vocab is None else shared.vocab[index]
-        return Draft(
-            token_ids=jnp.stack(tokens, axis=1),
-            logits=None if greedy else jnp.stack(logits, axis=1),
-            confidence_logits=jnp.stack(confidences, axis=1) if confidences else None,
-            length=jnp.full((batch,), block_size, jnp.int32),
-            ids=ids,
+        return (
+            jnp.stack(tokens, axis=1),
+            jnp.stack(logits, axis=1),
+            jnp.stack(confidences, axis=1) if confidences else None,
         )
+
+    def _left_to_right_fused(
+        self,
+        anchor_ids: jax.Array,
+        base: jax.Array,
+        index: jax.Array | None,
+        hidden: jax.Array,
+        vocab: jax.Array | None,
+        uniforms: jax.Array,
+        sampler: Sampler,
+        head: dict[str, Any],
+        kernel: str,
+        interpret: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The same in one kernel, for rows that need no processor but their temperature."""
+        token_ids, logits = markov_sample.markov_sample(
+            base,
+            anchor_ids,
+            sampler.temperature,
+            uniforms,
+            hidden=hidden,
+            index=index,
+            vocab=vocab,
+            backend=kernel,
+            interpret=interpret,
+            **head,
+        )
+        if not self.config.confidence_head:
+            return token_ids, logits, None
+        embedded = self.sequential.embed_previous(jnp.concatenate([anchor_ids[:, None], token_ids[:, :-1]], axis=1))
+        return token_ids, logits, self.confidence(hidden, embedded)
 
     def init_everything(self, shared: SharedWeights, features: jax.Array) -> jax.Array:
         """Touches every parameter once; the method that `init` calls.

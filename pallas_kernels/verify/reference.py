@@ -104,7 +104,8 @@ def verify(
 
 def usable_positions(logits: jax.Array) -> jax.Array:
     """Counts the leading positions whose logits are numbers, at least one of them finite: [B, T, V] -> [B] int32."""
-    return leading(jnp.isfinite(logits.max(axis=-1)))  # a maximum passes NaN on
+    # A maximum alone would not do: on some devices it skips a NaN among numbers.
+    return leading(jnp.isfinite(logits.max(axis=-1)) & ~jnp.isnan(logits).any(axis=-1))
 
 
 def leading(good: jax.Array) -> jax.Array:
