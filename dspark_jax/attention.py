@@ -6,19 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_attention import api as kernel
+from pallas_kernels.precision import product_precision
 
 MASKED = -1e30  # a finite "minus infinity": a row that sees nothing stays free of NaN
-
-
-def product_precision() -> jax.lax.Precision | None:
-    """Returns the precision of matrix products: float32 means float32.
-
-    Accelerators round the operands of float32 products unless told not to (to bfloat16 on TPU, to TensorFloat-32 on
-    GPU), and then a block of tokens and single tokens may disagree about the argmax. Whoever prefers speed says so with
-    `jax.default_matmul_precision`. Products of bfloat16 operands are not affected.
-    """
-    asked = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    return None if asked else jax.lax.Precision.HIGHEST
 
 
 def attend(

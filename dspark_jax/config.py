@@ -18,6 +18,7 @@ from typing import Any
 import ml_collections
 
 SEQUENTIAL_HEADS = ("none", "vanilla", "gated", "rnn")
+LOSS_KERNELS = ("reference", "auto", "tpu", "triton")
 MATMUL_PRECISIONS = ("default", "bfloat16", "tensorfloat32", "float32")
 ANCHOR_LAYOUTS = ("anchor_predicts", "anchor_only")
 SPS_POLICIES = ("hardware_aware", "delayed", "global_maximum")  # they need a measured SPS table
@@ -441,6 +442,8 @@ class TrainConfig:
       log_every: Steps between metric rows.
       matmul_precision: Precision of the float32 matrix products of training, as `jax.default_matmul_precision` names
         it; accelerators train several times faster with "tensorfloat32" (GPU) or "default". CPUs know float32 only.
+      loss_kernel: What computes the losses of a chunk: "reference" (logits, which XLA multiplies), or a kernel of
+        `pallas_kernels.linear_losses` ("auto": the platform's), which keeps no logits and multiplies more often.
       seed: Seed of initialisation, batches and anchors.
     """
 
@@ -466,6 +469,7 @@ class TrainConfig:
     save_every: int = 200
     log_every: int = 10
     matmul_precision: str = "float32"
+    loss_kernel: str = "reference"
     seed: int = 0
 
 
@@ -563,6 +567,7 @@ def from_config_dict(values: ml_collections.ConfigDict | Mapping[str, Any]) -> R
     _require_in(recipe.drafter.sequential_head, SEQUENTIAL_HEADS, "config.drafter.sequential_head")
     _require_in(recipe.drafter.anchor_layout, ANCHOR_LAYOUTS, "config.drafter.anchor_layout")
     _require_in(recipe.train.matmul_precision, MATMUL_PRECISIONS, "config.train.matmul_precision")
+    _require_in(recipe.train.loss_kernel, LOSS_KERNELS, "config.train.loss_kernel")
     _require(recipe.drafter.block_size >= 1, "config.drafter.block_size", recipe.drafter.block_size, "use K >= 1")
     _require(
         recipe.decode.block_size <= recipe.drafter.block_size,

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import rope
-from dspark_jax.attention import attend, attention_spread, product_precision
+from dspark_jax.attention import attend, attention_spread
 from dspark_jax.config import DecoderConfig
+from pallas_kernels.precision import product_precision
 
 Layout = Literal["feature_major", "token_major"]
 

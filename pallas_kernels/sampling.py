@@ -30,6 +30,9 @@ def sample_weights(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
       [...] int32.
     """
     size = weights.shape[-1]
+    if size <= _BLOCK:
+        sums = jnp.cumsum(weights, axis=-1)
+        return first_above(sums, uniforms[..., None] * sums[..., -1:], weights > 0).astype(jnp.int32)
     padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -size % _BLOCK)])
     blocks = padded.reshape(*weights.shape[:-1], -1, _BLOCK)
     totals = blocks.sum(-1)
@@ -43,7 +46,7 @@ def sample_weights(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def first_above(sums: jax.Array, goal: jax.Array, positive: jax.Array) -> jax.Array:
-    """Index of the first sum above the goal among entries of positive weight, else of the last such entry.
+    """Returns the index of the first sum above the goal among entries of positive weight, else of the last such entry.
 
     Prefix sums computed in parallel are not exactly monotonic: without the second condition rounding could pick an
     entry of weight zero.

@@ -210,6 +210,7 @@ def run(recipe: RecipeConfig, resume: bool) -> dict[str, float]:
             cfg.decay,
             cfg.anchors,
             cfg.loss_chunk,
+            cfg.loss_kernel,
         ),
         donate_argnums=(1,),
     )

@@ -3,8 +3,8 @@
 Logits of all positions would be the largest array by far ([B * A * K, V']). The loss is therefore a scan over chunks of
 blocks that computes, per chunk, the losses and their gradients with respect to the hidden states and the heads; only
 these leave the chunk. The backbone's gradient follows from the hidden states' by its vector-Jacobian product. Nothing
-is computed twice, unless a kernel takes over the losses of a chunk (`pallas_kernels.linear_losses`): it computes logits
-again rather than keep them.
+is computed twice, unless a kernel is asked for the losses of a chunk (`pallas_kernels.linear_losses`): it computes
+logits again rather than keep them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def loss_and_gradients(
     loss_weights: losses.LossWeights,
     decay: float,
     chunk: int,
-    backend: str = "auto",
+    backend: str = "reference",
     interpret: bool = False,
 ) -> tuple[jax.Array, losses.LossSums, jax.Array, Params]:
     """Computes the loss of a batch and its gradient.
@@ -123,6 +123,7 @@ def train_step(
     decay: float,
     anchors: int,
     chunk: int,
+    loss_kernel: str,
     shared: SharedWeights,
     state: TrainState,
     batch: dict[str, jax.Array],
@@ -138,7 +139,7 @@ def train_step(
     positions, keep = anchors_lib.sample_positions(key, response, anchors)
     blocks = anchors_lib.make_anchors(batch["tokens"], response, positions, keep, model.config.block_size)
     loss, sums, weight, gradients = loss_and_gradients(
-        model, shared, state.params, batch, blocks, loss_weights, decay, chunk
+        model, shared, state.params, batch, blocks, loss_weights, decay, chunk, loss_kernel
     )
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)

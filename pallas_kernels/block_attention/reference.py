@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.precision import product_precision
+
 MASKED = -1e30  # a finite "minus infinity"
 
 
@@ -38,8 +40,3 @@ def block_attention(
     mixed = mixed + product("bgqj,bjgh->bgqh", weights[..., slots:], block_values)
     mixed = jnp.transpose(mixed.reshape(grouped.shape), (0, 2, 1, 3, 4))
     return mixed.reshape(queries.shape).astype(queries.dtype)
-
-
-def product_precision(dtype: jax.typing.DTypeLike) -> jax.lax.Precision:
-    """Returns the precision of products of operands of a dtype: float32 means float32, on accelerators too."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

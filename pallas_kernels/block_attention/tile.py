@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_attention.reference import MASKED, product_precision
+from pallas_kernels.block_attention.reference import MASKED
+from pallas_kernels.precision import product_precision
 
 
 class Partial(NamedTuple):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.precision import product_precision
+
 # Where a running maximum starts: smaller than any logit, but finite, so that no difference of two of them is NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -36,17 +38,12 @@ class RowGradient(NamedTuple):
 
 
 def product(left: jax.Array, right: jax.Array, transposed: bool = False) -> jax.Array:
-    """Multiplies matrices into float32: left @ right, or left @ right^T.
-
-    float32 operands stay float32, unless `jax.default_matmul_precision` asks for less.
-    """
-    asked = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    exact = left.dtype == jnp.float32 and asked in (None, "float32", "highest")
+    """Multiplies matrices into float32: left @ right, or left @ right^T."""
     return jax.lax.dot_general(
         left,
         right,
         (((1,), (1 if transposed else 0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+        precision=product_precision(left.dtype),
         preferred_element_type=jnp.float32,
     )
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import backend as backends
 from pallas_kernels.backend import KernelError
 from pallas_kernels.lm_head_verify import reference, shapes, tpu, triton
+from pallas_kernels.precision import product_precision
 from pallas_kernels.verify import api as verify_api
 from pallas_kernels.verify import fused
 from pallas_kernels.verify import reference as verify_reference
@@ -125,7 +126,7 @@ def _verify_fused(
             here, scale = hidden[:, : ids.shape[1]], by[:, None, None]
         else:
             here, scale = verify_reference.at(hidden, positions), by[:, None]
-        exact = reference.product_precision(head.dtype)
+        exact = product_precision(head.dtype)
         logits = jnp.einsum("...d,...md->...m", here, head[ids], preferred_element_type=jnp.float32, precision=exact)
         return reference.cap(logits, softcap) / scale
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.precision import product_precision
 from pallas_kernels.verify import reference
 from pallas_kernels.verify.reference import Proposal
 
@@ -20,12 +21,6 @@ def logits_of(hidden: jax.Array, head: jax.Array, softcap: float) -> jax.Array:
 def cap(logits: jax.Array, softcap: float) -> jax.Array:
     """Returns softcap tanh(logits / softcap), or the logits if `softcap` is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
-
-
-def product_precision(dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
-    """Returns the precision of products: float32 means float32, unless `jax.default_matmul_precision` asks for less."""
-    asked = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 and not asked else None
 
 
 def verify(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.lm_head_verify.reference import cap, product_precision
+from pallas_kernels.lm_head_verify.reference import cap
+from pallas_kernels.precision import product_precision
 from pallas_kernels.verify.tiles import Tiles, TileStats, tile_stats
 
 _DEPTH = 64  # columns of the head that one product takes

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.markov_sample import tile
+from pallas_kernels.precision import product_precision
 
 _VMEM = 15 * 2**20  # bytes that a kernel may ask for
 _SCRATCH = 8 * 2**20  # of them for the logits of one step
@@ -313,9 +314,12 @@ def _copy_all(copy, rows: int):
 
 def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
     """[n, in], [out, in] -> [n, out] float32."""
-    precision = jax.lax.Precision.HIGHEST if weights.dtype == jnp.float32 else None
     return jax.lax.dot_general(
-        x, weights, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        x,
+        weights,
+        (((1,), (1,)), ((), ())),
+        precision=product_precision(weights.dtype),
+        preferred_element_type=jnp.float32,
     )
 
 

@@ -85,7 +85,7 @@ def test_wrong_names_and_platforms(monkeypatch):
     with pytest.raises(backend.KernelError, match="DSPARK_KERNELS = 'fast'"):
         backend.select("op", ["tpu"])
     monkeypatch.setenv(backend.VARIABLE, "tpu")
-    with pytest.raises(backend.KernelError, match="DSPARK_KERNELS = 'tpu'.*does not run on cpu"):
+    with pytest.raises(backend.KernelError, match=r"DSPARK_KERNELS = 'tpu'.*does not run on cpu"):
         backend.select("op", ["tpu"])
     assert backend.select("op", ["tpu"], interpret=True) == "tpu"
     assert backend.select("op", ["tpu"], asked="tpu") == "tpu"  # to be compiled for elsewhere

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from jax.experimental.pallas import tpu as pltpu
+from lowering import lower
 
 from dspark_jax import attention
 from pallas_kernels.backend import KernelError
@@ -129,11 +129,7 @@ def test_real_sizes_lower(platform):
     kernel = {"tpu": tpu, "cuda": triton}[platform].block_attention
     for shape in shapes.REAL:
         arguments = jax.eval_shape(lambda shape=shape: shapes.inputs(shape))
-        lowered = export.export(
-            jax.jit(functools.partial(kernel, scale=0.1)),
-            platforms=[platform],
-            disabled_checks=[export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")],
-        )(**arguments)
+        lowered = lower(functools.partial(kernel, scale=0.1), platform, **arguments)
         assert lowered.out_avals[0].shape == arguments["queries"].shape
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from jax.experimental.pallas import tpu as pltpu
+from lowering import lower
 
 from pallas_kernels.backend import KernelError
 from pallas_kernels.linear_losses import api, reference, shapes, tpu, triton
@@ -134,8 +134,7 @@ def test_lowers_without_hardware(shape, platform):
         losses, pull = jax.vjp(lambda t: run(**t, **frozen, softcap=shape.softcap), trained)
         return losses, pull(losses)
 
-    checks = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-    export.export(jax.jit(both), platforms=[platform], disabled_checks=checks)(trained, arrays)
+    lower(both, platform, trained, arrays)
 
 
 @pytest.mark.parametrize("shape", shapes.REAL, ids=lambda shape: shape.name)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from jax.experimental.pallas import tpu as pltpu
+from lowering import lower
 from scipy import stats
 
 from pallas_kernels import backend
@@ -119,9 +119,7 @@ def test_real_sizes_lower_and_fit(shape):
     for platform, module in [("tpu", tpu), ("cuda", triton)]:
         if platform == "cuda" and triton.refuses(shape.kind, shape.candidates or None, shape.rank):
             continue
-        function = jax.jit(lambda arrays, module=module: module.markov_sample(**arrays, kind=shape.kind))
-        checks = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-        exported = export.export(function, platforms=[platform], disabled_checks=checks)(specs)
+        exported = lower(functools.partial(module.markov_sample, kind=shape.kind), platform, **specs)
         assert exported.out_avals[1].shape == (shape.batch, shape.steps, size)
 
 

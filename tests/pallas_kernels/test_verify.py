@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from jax.experimental.pallas import tpu as pltpu
+from lowering import lower
 from scipy import stats as scipy_stats
 
 from pallas_kernels.backend import KernelError
@@ -149,28 +149,26 @@ def test_added_tokens_are_distributed_as_the_reference_says(q, verifier):
 
 
 def launch(name, shape):
-    """The kernel alone at a shape, as jax.export wants it."""
+    """The kernel alone, and its abstract arguments at a shape."""
     module = {"tpu": tpu, "triton": triton}[name]
     rows = shape.batch * (shape.size + 1)
     tiles = module.default_tiles(rows, shape.vocab)
     of = lambda dtype, *size: jax.ShapeDtypeStruct(size, dtype)  # noqa: E731
     arguments = of(shape.dtype, rows, shape.vocab), of("float32", rows), of("float32", rows), of("int32", rows)
-    return jax.jit(functools.partial(module.stats, tiles=tiles)), arguments
+    return functools.partial(module.stats, tiles=tiles), arguments
 
 
 @pytest.mark.parametrize("shape", [s for s in REAL if s.batch in (1, 128)], ids=lambda s: s.name)
 def test_lowers_without_the_hardware(shape):
-    function, arguments = launch("tpu", shape)
-    export.export(function, platforms=["tpu"])(*arguments)
-    triton_call = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
-    function, arguments = launch("triton", shape)
-    export.export(function, platforms=["cuda"], disabled_checks=[triton_call])(*arguments)
+    for name, platform in (("tpu", "tpu"), ("triton", "cuda")):
+        function, arguments = launch(name, shape)
+        lower(function, platform, *arguments)
 
 
 def test_the_whole_op_lowers_for_a_tpu():
     inputs = shapes.inputs(Shape("", 2, 3, 5000, q="list", verifier="block"))
-    function = jax.jit(lambda *arrays: api._verify_fused("tpu", None, False, *arrays, "block", None))
-    export.export(function, platforms=["tpu"])(*(inputs[key] for key in api.ARGUMENTS[:6]))
+    static = {"verifier": inputs.pop("verifier"), "backend": "tpu"}
+    lower(functools.partial(api.verify, **static), "tpu", **inputs)
 
 
 @pytest.mark.parametrize("shape", REAL, ids=lambda s: s.name)

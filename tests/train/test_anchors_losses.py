@@ -346,7 +346,9 @@ def test_a_training_step_learns():
     config = TrainConfig(steps=60, learning_rate=3e-3, heads_learning_rate=1e-2)
     optimiser = optimizer.make_optimizer(config)
     state = step.TrainState(params=params, optimizer=optimiser.init(params), step=jnp.zeros((), jnp.int32))
-    run = jax.jit(lambda state: step.train_step(model, optimiser, WEIGHTS, 4.0, 8, 8, shared, state, batch, 0))
+    run = jax.jit(
+        lambda state: step.train_step(model, optimiser, WEIGHTS, 4.0, 8, 8, "reference", shared, state, batch, 0)
+    )
     history = []
     for _ in range(60):
         state, metrics = run(state)
