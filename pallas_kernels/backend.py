@@ -58,7 +58,7 @@ def select(
     if wanted not in ("auto", *BACKENDS):
         where = VARIABLE if asked == "auto" else "backend"
         raise KernelError(f"{where} = {wanted!r}: use auto, {', '.join(BACKENDS)}")
-    here = _BY_PLATFORM.get(jax.default_backend(), ())
+    here = platform_kernels()
     if wanted == "reference":
         return wanted
     if wanted == "auto" and here and jax.device_count() > 1:
@@ -80,6 +80,11 @@ def select(
     if wanted not in ("auto", *available):
         _say_once(f"{op}: there is no {wanted} kernel; the reference runs instead")
     return "reference"
+
+
+def platform_kernels() -> tuple[str, ...]:
+    """Returns the kernels that run on this process' platform, the preferred one first."""
+    return _BY_PLATFORM.get(jax.default_backend(), ())
 
 
 _PROVEN: dict[tuple[str, str], bool] = {}

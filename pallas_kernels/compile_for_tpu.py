@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pallas_kernels.bench import OPS
+from pallas_kernels.bench import OPS, split
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,19 +68,14 @@ def _abstract(inputs: Any, sharding: Any) -> tuple[dict[str, Any], dict[str, Any
     static: dict[str, Any] = {}
 
     def arrays():
-        everything = inputs()
-        leaves = {key: jax.tree.leaves(value) for key, value in everything.items()}
-        static.update({key: everything[key] for key, found in leaves.items() if not all(map(_is_array, found))})
-        return {key: value for key, value in everything.items() if key not in static}
+        found, others = split(inputs())
+        static.update(others)
+        return found
 
     def place(array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     return jax.tree.map(place, jax.eval_shape(arrays)), static
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape")
 
 
 if __name__ == "__main__":

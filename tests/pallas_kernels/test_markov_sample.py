@@ -137,8 +137,6 @@ def test_the_api_runs_the_backend_that_is_named():
     for name in ("auto", "tpu", "triton"):
         tokens, _ = run(functools.partial(api.markov_sample, backend=name, interpret=True), arguments)
         assert (tokens == expected).all()
-    with pytest.raises(backend.KernelError, match="does not run on"):
-        api.markov_sample(**arguments, backend="tpu")
 
 
 @pytest.mark.parametrize(

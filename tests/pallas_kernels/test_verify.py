@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 RACES = pltpu.InterpretParams(detect_races=True)
 WIDE = {"SmolLM2", "Qwen3", "Gemma"}
-CASES = [("tpu", True, shape) for shape in SHAPES]
-CASES += [("triton", True, shape) for shape in SHAPES]
-CASES += [("tpu", RACES, shape) for shape in SHAPES if shape.name in {"small vocabulary", "bfloat16", "cut"} | WIDE]
+CASES = [("tpu", True, shape) for shape in SHAPES if shape.name not in WIDE]
+CASES += [("tpu", RACES, shape) for shape in SHAPES if shape.name in {"bfloat16", "cut"}]
+CASES += [("triton", True, shape) for shape in SHAPES if shape.name in {"many rows", "list, block"} | WIDE]
 
 
 def small_tiles(name: str, shape: Shape) -> Tiles | None:
@@ -66,6 +66,29 @@ def test_equals_the_reference(name, interpret, shape):
     inputs = shapes.inputs(shape)
     found = api.verify(**inputs, backend=name, tiles=small_tiles(name, shape), interpret=interpret)
     check(inputs, found)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.q == "full"], ids=lambda shape: shape.name)
+def test_statistics_of_tiles(shape):
+    """What a kernel leaves of each row: what comes after it is the same for all of them."""
+    inputs = shapes.inputs(shape)
+    logits = inputs["target_logits"].reshape(-1, shape.vocab)
+    cut = inputs.get("cut", reference.no_cut(shape.batch, shape.size + 1))
+    keep = (jnp.full(len(logits), 0.7), cut.value.reshape(-1), cut.index.reshape(-1))
+    place = np.arange(shape.vocab)
+    raw = np.asarray(logits, np.float64)
+    value, index = np.asarray(keep[1])[:, None], np.asarray(keep[2])[:, None]
+    x = np.where((raw < value) | ((raw == value) & (place < index)), -np.inf, raw / np.float32(0.7))
+    peak = x.max(-1)
+    for name, interpret in (("tpu", True), ("tpu", RACES), ("triton", True)):
+        tiles = small_tiles(name, shape) or {"tpu": tpu, "triton": triton}[name].default_tiles(len(x), shape.vocab)
+        found = api.row_stats(name, logits, *keep, tiles, interpret)
+        np.testing.assert_allclose(found.maximum, peak, rtol=1e-6)
+        np.testing.assert_allclose(found.total, np.exp(x - peak[:, None]).sum(-1), rtol=1e-5)
+        np.testing.assert_array_equal(found.best, x.argmax(-1))
+        edges = np.arange(0, shape.vocab, tiles.vocab)
+        mass = np.add.reduceat(np.exp(x - peak[:, None]), edges, axis=-1)
+        np.testing.assert_allclose(found.mass, mass / mass.sum(-1, keepdims=True), rtol=2e-5, atol=1e-7)
 
 
 def run_both(inputs):
