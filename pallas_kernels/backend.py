@@ -16,6 +16,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent import futures
 
 import jax
 
@@ -91,11 +92,11 @@ _PROVEN: dict[tuple[str, str], bool] = {}
 
 
 def _proven(op: str, name: str, probe: Callable[[str], bool]) -> bool:
-    """Runs an op's probe once per process; outside of whatever is being traced at the moment."""
+    """Runs an op's probe once per process, in a thread of its own: this one may be in the middle of a trace."""
     if (op, name) not in _PROVEN:
         try:
-            with jax.ensure_compile_time_eval():
-                good = bool(probe(name))
+            with futures.ThreadPoolExecutor(1) as aside:
+                good = bool(aside.submit(probe, name).result())
             problem = "it does not reproduce the reference on this device"
         except Exception as error:  # whatever a compiler for unseen hardware may raise
             good, problem = False, f"it does not run on this device ({type(error).__name__}: {str(error)[:300]})"

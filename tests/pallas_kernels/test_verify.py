@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from lowering import lower
 from scipy import stats as scipy_stats
 
+from pallas_kernels import backend
 from pallas_kernels.backend import KernelError
 from pallas_kernels.verify import api, reference, shapes, tpu, triton
 from pallas_kernels.verify.shapes import REAL, SHAPES, Drafted, Shape
@@ -222,3 +223,21 @@ def test_a_step_fits_a_tpu_core(shape):
 def test_arguments_that_do_not_fit(change, words):
     with pytest.raises(KernelError, match=words):
         api.verify(**(shapes.inputs(Shape("", 4, 3, 300)) | change))
+
+
+def test_the_probe_passes_inside_of_a_trace(monkeypatch):
+    """A choice is made while a caller is traced; what the probe runs must not end up in the caller's program."""
+    run = api._verify_fused
+    monkeypatch.setattr(api, "_verify_fused", lambda name, tiles, interpret, *rest: run(name, tiles, True, *rest))
+    monkeypatch.setattr(shapes, "PROBES", shapes.PROBES[:1])
+    monkeypatch.setattr(backend, "_PROVEN", {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    logits, draft = jnp.zeros((1, 2, 300)), Drafted(jnp.zeros((1, 1), jnp.int32), None)
+
+    def caller(x):
+        assert api.implementation(logits, draft) == "tpu"
+        return x + 1
+
+    assert len(jax.make_jaxpr(caller)(1.0).eqns) == 1
