@@ -345,13 +345,16 @@ class Eagle3Config:
         _check_taps(self.tapped_layers, self.target_layers)
 
 
-def drafter_config_to_dict(config: DrafterConfig) -> dict[str, Any]:
+def drafter_config_to_dict(config: DrafterConfig | Eagle3Config) -> dict[str, Any]:
     """Returns a JSON-serialisable form of `config`."""
-    return dataclasses.asdict(config)
+    method = {"method": "eagle3"} if isinstance(config, Eagle3Config) else {}
+    return {**method, **dataclasses.asdict(config)}
 
 
-def drafter_config_from_dict(values: Mapping[str, Any]) -> DrafterConfig:
-    """Builds a `DrafterConfig` from `drafter_config_to_dict`'s form; unknown fields are errors."""
+def drafter_config_from_dict(values: Mapping[str, Any]) -> DrafterConfig | Eagle3Config:
+    """Builds a config from `drafter_config_to_dict`'s form; unknown fields are errors."""
+    if values.get("method") == "eagle3":
+        return _from_mapping(Eagle3Config, {k: v for k, v in values.items() if k != "method"}, "drafter")
     return _from_mapping(DrafterConfig, values, "drafter")
 
 

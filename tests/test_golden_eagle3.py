@@ -10,11 +10,12 @@ import pytest
 import safetensors.numpy
 
 import dspark_jax
-from dspark_jax.checkpoints import deepspec_eagle3
+from dspark_jax.checkpoints import deepspec, deepspec_eagle3
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.drafters.dspark import SharedWeights
 from dspark_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Model
 from dspark_jax.generation import LoadedDrafter
+from dspark_jax.records import BlockKV
 from train import eagle3
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -27,7 +28,7 @@ def folder(golden):
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    config = deepspec_eagle3.read_config(json.loads((folder / "config.json").read_text()))
+    config = deepspec.read_eagle3_config(json.loads((folder / "config.json").read_text()))
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     shared = SharedWeights(jnp.asarray(tensors["embed_tokens.weight"]), jnp.asarray(tensors["lm_head.weight"]), None)
     return config, deepspec_eagle3.params_from_tensors(config, tensors), shared
@@ -106,6 +107,44 @@ def test_a_config_without_its_fields_is_refused(folder):
     values = json.loads((folder / "config.json").read_text())
     for field in ("ttt_length", "target_layer_ids", "num_target_layers"):
         with pytest.raises(CheckpointError, match=field):
-            deepspec_eagle3.read_config({k: v for k, v in values.items() if k != field})
+            deepspec.read_eagle3_config({k: v for k, v in values.items() if k != field})
     with pytest.raises(CheckpointError, match="num_hidden_layers = 2"):
-        deepspec_eagle3.read_config(values | {"num_hidden_layers": 2})
+        deepspec.read_eagle3_config(values | {"num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("layout", ["feature_major", "token_major"])
+def test_gemma4s_layer(golden, layout):
+    """Scaled embeddings, keys as values, norms on both sides, layer scalar and capped logits, in one causal pass."""
+    files = deepspec.read_folder(golden / "draft_gemma4_eagle3")
+    recorded = np.load(golden / "draft_gemma4_eagle3" / "golden.npz")
+    embed, head = (jnp.asarray(files.frozen[name].read()) for name in ("embed_tokens.weight", "lm_head.weight"))
+    model, params = Eagle3Model(files.config, layout), files.params(jnp.float32)
+    batch, size = recorded["token_ids"].shape
+    own = files.config.decoder.attention(0)
+    empty = jnp.zeros((batch, own.num_kv_heads, 1, own.head_dim))
+
+    @jax.jit
+    def run(token_ids, features):
+        apply = lambda *args, **options: model.apply({"params": params}, *args, **options)  # noqa: E731
+        hidden = apply(features.reshape(batch, size, len(files.config.tapped_layers), -1), method="project_features")
+        positions = jnp.broadcast_to(jnp.arange(size), (batch, 1, size))
+        context, visible = BlockKV(keys=(empty,), values=(empty,)), jnp.zeros((batch, 1), jnp.int32)
+        causal = jnp.tril(jnp.ones((size, size), bool))
+        hidden, _ = apply(embed, token_ids[:, None], hidden[:, None], positions, context, visible, causal)
+        return hidden[:, 0], apply(head, hidden.reshape(batch * size, -1), method="logits")
+
+    hidden, logits = run(recorded["token_ids"], recorded["features"])
+    np.testing.assert_allclose(hidden, recorded["hidden"], atol=1e-4 * np.abs(recorded["hidden"]).max(), rtol=0)
+    np.testing.assert_allclose(logits.reshape(recorded["logits"].shape), recorded["logits"], atol=5e-4, rtol=0)
+
+
+def test_gemma4s_drafter_drafts_for_its_target(golden):
+    """Loaded as a user would; the text is the target's."""
+    target = dspark_jax.load_target(golden / "targets" / "gemma4")
+    with pytest.warns(UserWarning, match="copy of .* differs from gemma4's"):  # both are random
+        drafter = dspark_jax.load_drafter(golden / "draft_gemma4_eagle3", target)
+    prompts = [[5, 9, 2], [7, 1, 1, 30, 4]]
+    ours = dspark_jax.generate(target, prompts, drafter=drafter, max_new_tokens=12).rows
+    plain = dspark_jax.generate(target, prompts, max_new_tokens=12).rows
+    assert [row.token_ids for row in ours] == [row.token_ids for row in plain]
+    assert any(n > 0 for row in ours for n in row.verify_lengths)

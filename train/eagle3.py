@@ -34,9 +34,9 @@ def step_logits(
       [B, T, V] float32 for each of the K steps.
     """
     batch, size = tokens.shape
-    body, positions = model.config.decoder, jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    own, positions = model.config.decoder.attention(0), jnp.broadcast_to(jnp.arange(size), tokens.shape)
     apply = lambda *args, **options: model.apply({"params": params}, *args, **options)  # noqa: E731
-    nothing = jnp.zeros((batch, body.num_kv_heads, 1, body.head_dim), model.dtype)
+    nothing = jnp.zeros((batch, own.num_kv_heads, 1, own.head_dim), model.dtype)
     # Step 0: one causal block of all positions. Later steps: one block per position, which sees the keys of step 0.
     context, visible = BlockKV(keys=(nothing,), values=(nothing,)), jnp.zeros((batch, 1), jnp.int32)
     causal = jnp.tril(jnp.ones((size, size), bool))

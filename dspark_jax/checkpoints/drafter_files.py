@@ -138,8 +138,10 @@ def params_from_tensors(
     return params
 
 
-def tensors_from_params(config: DrafterConfig, params: Params) -> dict[str, np.ndarray]:
+def tensors_from_params(config: DrafterConfig | Eagle3Config, params: Params) -> dict[str, np.ndarray]:
     """The inverse of `params_from_tensors` (also for gradients)."""
+    if isinstance(config, Eagle3Config):
+        return deepspec_eagle3.tensors_from_params(config, params)
     tensors = {
         "fc.weight": params["fc"]["weight"],
         "hidden_norm.weight": params["context_norm"]["weight"],

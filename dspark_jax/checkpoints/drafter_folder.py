@@ -91,7 +91,7 @@ def write_folder(
     folder: Path,
     files: DrafterFiles,
     values: Mapping[str, Any],
-    read_config: Callable[[Mapping[str, Any]], DrafterConfig],
+    read_config: Callable[[Mapping[str, Any]], DrafterConfig | Eagle3Config],
     extra: Mapping[str, np.ndarray],
 ) -> None:
     """Writes a drafter's folder, whole or not at all.
@@ -230,14 +230,14 @@ def own_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return ours
 
 
-def own_fields_of(config: DrafterConfig) -> dict[str, Any]:
+def own_fields_of(config: DrafterConfig | Eagle3Config) -> dict[str, Any]:
     """The inverse of `own_fields`: what the formats have no field for."""
     fields = {name: getattr(config, name) for name in _OWN_FIELDS if getattr(config, name)}
     return {**fields, "tie_embeddings": config.decoder.tie_embeddings}
 
 
 def travelling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is known of the target, as arguments of `DrafterConfig`."""
+    """Returns what is known of the target, as arguments of `DrafterConfig` or `Eagle3Config`."""
     ours = own_fields(values)
     return {name: ours[name] for name in _OWN_FIELDS if name in ours}
 
@@ -276,14 +276,16 @@ def cast_copies(files: DrafterFiles, target: TargetFiles | None) -> dict[str, np
     return {EMBED: embed.astype(dtype), HEAD: (head if files.vocab is None else head[files.vocab]).astype(dtype)}
 
 
-def comparable(config: DrafterConfig) -> DrafterConfig:
+def comparable(config: DrafterConfig | Eagle3Config) -> DrafterConfig | Eagle3Config:
     """Returns the config with fields that mean nothing for it set to one value."""
+    if isinstance(config, Eagle3Config):
+        return config
     if config.sequential_head == "none":
         config = dataclasses.replace(config, markov_rank=0)
     return config if config.confidence_head else dataclasses.replace(config, confidence_reads_markov=False)
 
 
-def _refuse_loss(files: DrafterFiles, found: DrafterConfig) -> None:
+def _refuse_loss(files: DrafterFiles, found: DrafterConfig | Eagle3Config) -> None:
     wanted, found = comparable(files.config), comparable(found)
     lost = [
         f"{prefix}{field.name} = {getattr(ours, field.name)!r} (would become {getattr(theirs, field.name)!r})"

@@ -7,7 +7,7 @@
 | zlab | config.json of `DFlashDraftModel`, safetensors | no head, the whole vocabulary, anchor_only |
 | speculators | config.json with `speculators_model_type`, safetensors | everything but rnn with anchor_only |
 
-All but orbax hold Qwen3 layers only, deepspec Gemma 4's too. EAGLE-3 drafters are read from deepspec and not written.
+All but orbax hold Qwen3 layers only, deepspec Gemma 4's too. EAGLE-3 drafters live in deepspec and orbax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 from dspark_jax.checkpoints import (
     deepspec,
-    deepspec_eagle3,
     drafter_files,
     huggingface,
     orbax_drafter,
@@ -34,7 +33,6 @@ from dspark_jax.config import ConfigError, Eagle3Config
 
 # Published drafters that are known and not supported.
 _UNSUPPORTED = {
-    "Gemma4Eagle3Model": "EAGLE-3 with Gemma 4 layers",
     "DFlash2DraftModel": "DFlash 2, with convolutions and a candidate selector",
 }
 
@@ -87,7 +85,7 @@ def format_of(folder: Path) -> str:
         raise CheckpointError(
             f"{folder / 'config.json'}: architectures = {architectures!r} is no drafter that can be read"
             f"{f' ({known})' if known else ''}; supported are"
-            f" {', '.join(deepspec.ARCHITECTURES)}, {deepspec_eagle3.ARCHITECTURE} (DeepSpec), {zlab.ARCHITECTURE}"
+            f" {', '.join((*deepspec.ARCHITECTURES, *deepspec.EAGLE3_ARCHITECTURES))} (DeepSpec), {zlab.ARCHITECTURE}"
             " (z-lab), and dspark and dflash of speculators"
         )
     return kind
@@ -100,7 +98,7 @@ def format_of_values(values: Mapping[str, Any]) -> str | None:
     architectures = values.get("architectures")
     if architectures == [zlab.ARCHITECTURE] or (architectures is None and "dflash_config" in values):
         return zlab.FORMAT
-    known = [[name] for name in (*deepspec.ARCHITECTURES, deepspec_eagle3.ARCHITECTURE)]
+    known = [[name] for name in (*deepspec.ARCHITECTURES, *deepspec.EAGLE3_ARCHITECTURES)]
     return deepspec.FORMAT if architectures in known else None
 
 
@@ -128,8 +126,8 @@ def write_drafter(
     """
     if format_name not in FORMATS:
         raise ConfigError(f"format = {format_name!r}: use one of {', '.join(FORMATS)}")
-    if isinstance(files.config, Eagle3Config):
-        raise CheckpointError(f"{files.name} is an EAGLE-3 drafter: no other format here holds it, use it as it is")
+    if isinstance(files.config, Eagle3Config) and format_name not in (orbax_drafter.FORMAT, deepspec.FORMAT):
+        raise CheckpointError(f"{files.name} is an EAGLE-3 drafter: {format_name} can't hold it; use orbax or deepspec")
     if target is not None:
         drafter_files.check_target(files.config, target, force)
         if not files.config.target_layers:

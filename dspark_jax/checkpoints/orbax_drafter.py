@@ -28,7 +28,13 @@ from dspark_jax.checkpoints.drafter_files import (
 )
 from dspark_jax.checkpoints.drafter_folder import refuse_existing
 from dspark_jax.checkpoints.target_files import CheckpointError, LazyTensors
-from dspark_jax.config import ConfigError, DrafterConfig, drafter_config_from_dict, drafter_config_to_dict
+from dspark_jax.config import (
+    ConfigError,
+    DrafterConfig,
+    Eagle3Config,
+    drafter_config_from_dict,
+    drafter_config_to_dict,
+)
 from dspark_jax.records import Params
 
 FORMAT = "orbax"
@@ -38,7 +44,7 @@ CHECKPOINTS = "checkpoints"
 _WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def write_description(folder: Path, config: DrafterConfig, vocab: np.ndarray | None) -> None:
+def write_description(folder: Path, config: DrafterConfig | Eagle3Config, vocab: np.ndarray | None) -> None:
     """Writes the config and the draft vocabulary (ascending ids, or None)."""
     folder.mkdir(parents=True, exist_ok=True)
     if vocab is not None:
@@ -46,7 +52,7 @@ def write_description(folder: Path, config: DrafterConfig, vocab: np.ndarray | N
     (folder / CONFIG_FILE).write_text(json.dumps(drafter_config_to_dict(config), indent=2) + "\n")
 
 
-def read_description(folder: Path) -> tuple[DrafterConfig, np.ndarray | None]:
+def read_description(folder: Path) -> tuple[DrafterConfig | Eagle3Config, np.ndarray | None]:
     """Reads config and draft vocabulary.
 
     Raises:
@@ -61,7 +67,7 @@ def read_description(folder: Path) -> tuple[DrafterConfig, np.ndarray | None]:
         config = drafter_config_from_dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
-    if not config.draft_vocab_size:
+    if isinstance(config, Eagle3Config) or not config.draft_vocab_size:
         return config, None
     try:
         vocab = np.load(folder / VOCAB_FILE)

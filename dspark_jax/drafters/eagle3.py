@@ -54,7 +54,7 @@ class Eagle3Model(nn.Module):
     def setup(self):
         """Declares the parameters."""
         c, body = self.config, self.config.decoder
-        norm = lambda: layers.RMSNorm(body.width, body.norm_eps, self.layout, self.dtype)  # noqa: E731
+        norm = lambda: layers.decoder_norm(body, self.layout, self.dtype)  # noqa: E731
         self.fc = layers.Linear(body.width, len(c.tapped_layers) * body.width, self.layout, dtype=self.dtype)
         self.hidden_norm = norm()
         self.input_norm = norm()
@@ -62,6 +62,11 @@ class Eagle3Model(nn.Module):
         self.mlp_norm = norm()
         self.mlp = layers.GatedMLP(body, self.layout, self.dtype)
         self.norm = norm()
+        if body.sandwich_norms:
+            self.attention_out_norm = norm()
+            self.mlp_out_norm = norm()
+        if body.layer_scalar:
+            self.scalar = self.param("scalar", nn.initializers.ones, (1,), self.dtype)
 
     def project_features(self, features: jax.Array) -> jax.Array:
         """Projects tapped target features: [B, T, M, D] -> [B, T, D]."""
@@ -96,24 +101,35 @@ class Eagle3Model(nn.Module):
           the layer's output [B, A, T, D], and the positions' own keys and values [B, A, T, G, H].
         """
         x = layers.from_tokens(hidden.reshape(-1, hidden.shape[-1]), self.layout)
-        embedded = layers.from_tokens(embed[token_ids.reshape(-1)].astype(self.dtype), self.layout)
-        both = layers.join_features(self.input_norm(embedded), self.hidden_norm(x), self.layout)
         body, (batch, blocks, size) = self.config.decoder, positions.shape
+        embedded = layers.embed(embed.astype(self.dtype), token_ids.reshape(-1), body, self.layout)
+        both = layers.join_features(self.input_norm(embedded), self.hidden_norm(x), self.layout)
         q, k, v = self.attention.project(both, positions.reshape(batch, blocks * size))
-        split = lambda a: a.reshape(batch, blocks, size, -1, body.head_dim)  # noqa: E731
+        split = lambda a: a.reshape(batch, blocks, size, -1, body.attention(0).head_dim)  # noqa: E731
         block = BlockKV(keys=(split(k),), values=(split(v),))
         every = block if earlier is None else jax.tree.map(lambda *a: jnp.concatenate(a, axis=2), earlier, block)
         mixed = layers.attend(
-            split(q), context.keys[0], context.values[0], visible, every.keys[0], every.values[0], block_mask
+            split(q),
+            context.keys[0],
+            context.values[0],
+            visible,
+            every.keys[0],
+            every.values[0],
+            block_mask,
+            self.attention.scale,
         )
-        x = x + self.attention.o(layers.from_tokens(mixed.reshape(batch * blocks * size, -1), self.layout))
-        x = x + self.mlp(self.mlp_norm(x))
+        mixed = self.attention.o(layers.from_tokens(mixed.reshape(batch * blocks * size, -1), self.layout))
+        x = x + (self.attention_out_norm(mixed) if body.sandwich_norms else mixed)
+        added = self.mlp(self.mlp_norm(x))
+        x = x + (self.mlp_out_norm(added) if body.sandwich_norms else added)
+        x = x * self.scalar if body.layer_scalar else x
         return layers.to_tokens(x, self.layout).reshape(hidden.shape), block
 
     def logits(self, head: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Returns head norm(h): [n, D] -> [n, V'] float32."""
+        """Returns head norm(h), capped as the target's logits: [n, D] -> [n, V'] float32."""
         x = self.norm(layers.from_tokens(hidden, self.layout))
-        return layers.to_tokens(layers.linear(head, x, self.layout), self.layout).astype(jnp.float32)
+        logits = layers.to_tokens(layers.linear(head, x, self.layout), self.layout).astype(jnp.float32)
+        return layers.soft_cap(logits, self.config.decoder.logit_softcap)
 
     def init_everything(self, shared: SharedWeights, features: jax.Array) -> jax.Array:
         """Touches every parameter once; the method that `init` calls.
@@ -123,8 +139,8 @@ class Eagle3Model(nn.Module):
           features: [1, 1, M, D].
         """
         hidden = self.project_features(features)[:, None]
-        body, one = self.config.decoder, jnp.zeros((1, 1), jnp.int32)
-        empty = jnp.zeros((1, body.num_kv_heads, 1, body.head_dim), self.dtype)
+        own, one = self.config.decoder.attention(0), jnp.zeros((1, 1), jnp.int32)
+        empty = jnp.zeros((1, own.num_kv_heads, 1, own.head_dim), self.dtype)
         context = BlockKV(keys=(empty,), values=(empty,))
         hidden, _ = self(shared.embed, one[None], hidden, one[None], context, one, jnp.ones((1, 1), bool))
         return self.logits(shared.head, hidden[0, 0])
