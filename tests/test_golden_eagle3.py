@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -126,11 +127,13 @@ def test_gemma4s_layer(golden, layout):
     @jax.jit
     def run(token_ids, features):
         apply = lambda *args, **options: model.apply({"params": params}, *args, **options)  # noqa: E731
-        hidden = apply(features.reshape(batch, size, len(files.config.tapped_layers), -1), method="project_features")
+        features = features.reshape(batch, size, len(files.config.tapped_layers), -1)
+        hidden = cast("jax.Array", apply(features, method="project_features"))
         positions = jnp.broadcast_to(jnp.arange(size), (batch, 1, size))
         context, visible = BlockKV(keys=(empty,), values=(empty,)), jnp.zeros((batch, 1), jnp.int32)
         causal = jnp.tril(jnp.ones((size, size), bool))
-        hidden, _ = apply(embed, token_ids[:, None], hidden[:, None], positions, context, visible, causal)
+        args = (embed, token_ids[:, None], hidden[:, None], positions, context, visible, causal)
+        hidden, _ = cast("tuple[jax.Array, BlockKV]", apply(*args))
         return hidden[:, 0], apply(head, hidden.reshape(batch * size, -1), method="logits")
 
     hidden, logits = run(recorded["token_ids"], recorded["features"])
