@@ -54,13 +54,14 @@ def read_eagle3_config(values: Mapping[str, Any]) -> Eagle3Config:
     Raises:
       CheckpointError: a field is missing, wrong or not supported, or the drafter has more than one layer.
     """
+    steps = required(values, "ttt_length", "integer")
     if int(values.get("num_hidden_layers", 1)) != 1:
         raise CheckpointError(f"num_hidden_layers = {values['num_hidden_layers']}: EAGLE-3 drafters have one layer")
     kind = EAGLE3_ARCHITECTURES[values["architectures"][0]]
     # Its one layer sees everything, whatever the layer types that the config has from the target's.
     return Eagle3Config(
         decoder=drafter_folder.body_from_values({**values, "layer_types": ["full_attention"]}, kind),
-        block_size=required(values, "ttt_length", "integer"),
+        block_size=steps,
         tapped_layers=tuple(required(values, "target_layer_ids", "integers")),
         step_decay=float(values.get("step_loss_decay", 0.8)),
         **_target_of(values),
