@@ -1,6 +1,7 @@
 """Hardware-aware policies against plain loops written from the rule, and the worked example of bias, exactly."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +79,15 @@ def first_pairs(confidence, length, active, total):
     return lengths
 
 
-@jax.jit
+@functools.cache
+def decider(kind: type):
+    """One compiled function per kind of policy."""
+    del kind
+    return jax.jit(lambda policy, state, draft, active: policy.verify_length(state, draft, active))
+
+
 def decide(policy, state, draft, active):
-    return policy.verify_length(state, draft, active)
+    return decider(type(policy))(policy, state, draft, active)
 
 
 @jax.jit
