@@ -104,7 +104,7 @@ def _describe_drafter(files: DrafterFiles) -> dict[str, Any]:
         "copies_of_the_target": {name: list(copy.shape) for name, copy in files.frozen.items()},
         "dtypes": sorted(set(files.dtypes.values())),
         **_memory(files.stored_parameters),
-        "engines": ["dspark_jax", *_ENGINES[files.format]],
+        "engines": ["dspark_jax", *([] if eagle3 else _ENGINES[files.format])],  # no server is known to read these
         "odd": _odd(config, files, expected),
     }
 
