@@ -2,28 +2,33 @@
 
   reference  plain jax, everywhere; the definition that the others are tested against
   tpu        Pallas, lowered by Mosaic
+  mosaic_gpu Pallas, lowered by Mosaic GPU: GPUs of compute capability 9.0 (Hopper) or newer
   triton     Pallas, lowered by Triton; deprecated since jax 0.11, the one route that older GPUs than Hopper have
 
-"auto" (the default) takes the platform's kernel once it has reproduced the reference on this device: every op brings
-a small probe for that, run once per process. A kernel that fails its probe, or can't take the shape it is given, leaves
-the work to the reference and says so once. So does a process with several devices: XLA's partitioner does not know how
-to split a kernel (name a backend where everything lies on one of them).
+"auto" (the default) takes the platform's first kernel that has reproduced the reference on this device: every op brings
+a small probe for that, run once per process and kernel. A kernel that fails its probe, or can't take the shape it is
+given, leaves the work to the platform's next one, the last of them to the reference, and says so once. A process with
+several devices takes the reference: XLA's partitioner does not know how to split a kernel (name a backend where
+everything lies on one of them).
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent import futures
 
 import jax
 
-BACKENDS = ("reference", "tpu", "triton")
+BACKENDS = ("reference", "tpu", "mosaic_gpu", "triton")
 VARIABLE = "DSPARK_KERNELS"
 
-_BY_PLATFORM = {"tpu": ("tpu",), "gpu": ("triton",), "cuda": ("triton",)}
+_GPU = ("mosaic_gpu", "triton")
+_BY_PLATFORM = {"tpu": ("tpu",), "gpu": _GPU, "cuda": _GPU}
+_HOPPER = (9, 0)
 
 
 class KernelError(ValueError):
@@ -65,9 +70,8 @@ def select(
     if wanted == "auto" and here and jax.device_count() > 1:
         _say_once(f"several devices: kernels are not used, they can't be partitioned ({VARIABLE}={here[0]} insists)")
         return "reference"
-    for name in here if wanted == "auto" else (wanted,):
-        if name not in available:
-            continue
+    names = [name for name in (here if wanted == "auto" else (wanted,)) if name in available]
+    for name, following in zip(names, [*names[1:], "reference"]):
         if asked == "auto" and wanted != "auto" and not interpret and name not in here:
             raise KernelError(
                 f"{VARIABLE} = {wanted!r}: that kernel does not run on {jax.default_backend()}; unset the variable, or"
@@ -75,8 +79,8 @@ def select(
             )
         reason = refuses(name)
         if reason:
-            _say_once(f"{op}: the {name} kernel does not take this: {reason}; the reference runs instead")
-        elif wanted != "auto" or _proven(op, name, probe):
+            _say_once(f"{op}: the {name} kernel does not take this: {reason}; {_instead(following)}")
+        elif wanted != "auto" or _proven(op, name, probe, following):
             return name
     if wanted not in ("auto", *available):
         _say_once(f"{op}: there is no {wanted} kernel; the reference runs instead")
@@ -85,13 +89,34 @@ def select(
 
 def platform_kernels() -> tuple[str, ...]:
     """Returns the kernels that run on this process' platform, the preferred one first."""
-    return _BY_PLATFORM.get(jax.default_backend(), ())
+    names = _BY_PLATFORM.get(jax.default_backend(), ())
+    if "mosaic_gpu" in names and compute_capability() < _HOPPER:
+        return tuple(name for name in names if name != "mosaic_gpu")
+    return names
+
+
+def compute_capability() -> tuple[int, ...]:
+    """Returns the compute capability of this process' NVIDIA GPU, (9, 0) for Hopper; () if it has none."""
+    number = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return tuple(int(part) for part in number.split(".")) if re.fullmatch(r"\d+\.\d+", number) else ()
+
+
+def no_wgmma() -> str:
+    """Says why this GPU has no matrix products of warpgroups (`plgpu.wgmma`), "" if it has, or if there is no GPU."""
+    capability = compute_capability()
+    if capability and capability[0] != _HOPPER[0]:
+        return f"its matrix products are Hopper's, this GPU has compute capability {capability[0]}.{capability[1]}"
+    return ""
 
 
 _PROVEN: dict[tuple[str, str], bool] = {}
 
 
-def _proven(op: str, name: str, probe: Callable[[str], bool]) -> bool:
+def _instead(name: str) -> str:
+    return "the reference runs instead" if name == "reference" else f"{name} is tried next"
+
+
+def _proven(op: str, name: str, probe: Callable[[str], bool], following: str) -> bool:
     """Runs an op's probe once per process, in a thread of its own: this one may be in the middle of a trace."""
     if (op, name) not in _PROVEN:
         try:
@@ -101,7 +126,7 @@ def _proven(op: str, name: str, probe: Callable[[str], bool]) -> bool:
         except Exception as error:  # whatever a compiler for unseen hardware may raise
             good, problem = False, f"it does not run on this device ({type(error).__name__}: {str(error)[:300]})"
         if not good:
-            _say_once(f"{op}: the {name} kernel is not used: {problem}; the reference runs instead")
+            _say_once(f"{op}: the {name} kernel is not used: {problem}; {_instead(following)}")
         _PROVEN[op, name] = good
     return _PROVEN[op, name]
 

@@ -1,5 +1,6 @@
 """Which implementation runs: platform, argument, environment, refusals and probes."""
 
+import types
 import warnings
 
 import jax
@@ -21,6 +22,18 @@ def on_tpu(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Returns a function that pretends to be on a GPU of a compute capability."""
+
+    def pretend(capability):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+
+    return pretend
+
+
 def test_a_cpu_takes_the_reference():
     assert backend.select("op", ["tpu", "triton"]) == "reference"
 
@@ -32,6 +45,33 @@ def test_the_platform_picks_its_kernel_once_it_is_proven(on_tpu):
     assert backend.select("op", ["tpu"], probe=probe) == "tpu"
     assert calls == ["tpu"]
     assert backend.select("op", ["triton"]) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [
+        ("8.9", ("triton",)),
+        ("9.0", ("mosaic_gpu", "triton")),
+        ("10.0", ("mosaic_gpu", "triton")),
+        ("gfx942", ("triton",)),
+    ],
+)
+def test_compute_capability_decides_about_mosaic_gpu(on_gpu, capability, kernels):
+    on_gpu(capability)
+    assert backend.platform_kernels() == kernels
+    assert backend.select("op", ["tpu", "triton", "mosaic_gpu"]) == kernels[0]
+    assert backend.select("op", ["triton"]) == "triton"
+    assert bool(backend.no_wgmma()) == (capability in ("8.9", "10.0"))
+
+
+def test_a_kernel_that_is_not_used_leaves_the_work_to_the_next(on_gpu):
+    on_gpu("9.0")
+    kernels = ["mosaic_gpu", "triton"]
+    with pytest.warns(RuntimeWarning, match="mosaic_gpu kernel is not used.*triton is tried next"):
+        assert backend.select("op", kernels, probe=lambda name: name == "triton") == "triton"
+    refuses = lambda name: "too wide" if name == "mosaic_gpu" else ""  # noqa: E731
+    with pytest.warns(RuntimeWarning, match="mosaic_gpu kernel does not take this: too wide; triton is tried next"):
+        assert backend.select("op", kernels, refuses=refuses) == "triton"
 
 
 def test_a_probe_runs_outside_of_a_trace(on_tpu):
