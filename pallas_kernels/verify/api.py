@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from pallas_kernels import backend as backends
 from pallas_kernels.backend import KernelError
-from pallas_kernels.verify import fused, reference, shapes, tpu, triton
+from pallas_kernels.verify import fused, mosaic_gpu, reference, shapes, tpu, triton
 from pallas_kernels.verify.reference import Cut, Proposal
 from pallas_kernels.verify.tiles import RowStats, Tiles, combine
 
@@ -26,7 +26,7 @@ ARGUMENTS = (  # of every implementation, in this order
     "verifier",
     "cut",
 )
-_KERNELS = {"tpu": tpu, "triton": triton}
+_KERNELS = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "triton": triton}
 
 
 def verify(
@@ -61,7 +61,8 @@ def verify(
       cut: what top-k, top-p and min-p leave of each position (None: everything); greedy rows ignore it.
       backend: a name of `backend.BACKENDS`, or "auto".
       tiles: how rows are cut; None: the kernel's default for the shape.
-      interpret: interpret the kernel (True or `pltpu.InterpretParams`), on any platform.
+      interpret: interpret the kernel (True, or parameters of the interpreter for its platform), on any platform;
+        mosaic_gpu takes `InterpretGPUParams` alone.
 
     Returns:
       accepted [B] int32 in 0..verify_len, and the added token [B] int32: -1 where the logits are no distribution (NaN,
@@ -90,6 +91,11 @@ def implementation(target_logits: Any, draft: Proposal, backend: str = "auto", i
             vocab = target_logits.shape[-1]
             if tpu.vmem_bytes(vocab, 4, tpu.default_tiles(16, vocab)) > 14 * 2**20:
                 return f"a vocabulary of {vocab} tokens takes too much of a core's memory"
+        if name == "mosaic_gpu":
+            full = [draft.logits] if draft.logits is not None and draft.ids is None else []
+            for array in (target_logits, *full):
+                if reason := mosaic_gpu.refuses(array.shape[-1], array.dtype.itemsize):
+                    return reason
         return ""
 
     return backends.select("verify", tuple(_KERNELS), backend, interpret, refuses, _probe)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -40,3 +41,10 @@ def interpreter() -> Any:
         except ImportError:
             pytest.skip(f"jax {jax.__version__} has no interpreter of Mosaic GPU kernels where it was looked for")
     return params(detect_races=True)
+
+
+def assert_no_races() -> None:
+    """Fails if the interpreter of Mosaic GPU kernels has seen a race in what it ran last."""
+    module = sys.modules.get("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    races = getattr(module, "_races", None)
+    assert races is None or not races.races_found

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from lowering import lower
+from lowering import HOPPER_SMEM, assert_no_races, interpreter, lower
 from scipy import stats as scipy_stats
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelError
-from pallas_kernels.verify import api, reference, shapes, tpu, triton
+from pallas_kernels.verify import api, mosaic_gpu, reference, shapes, tpu, triton
 from pallas_kernels.verify.shapes import REAL, SHAPES, Drafted, Shape
 from pallas_kernels.verify.tiles import Tiles
 
@@ -23,13 +23,19 @@ WIDE = {"SmolLM2", "Qwen3", "Gemma"}
 CASES = [("tpu", True, shape) for shape in SHAPES if shape.name not in WIDE]
 CASES += [("tpu", RACES, shape) for shape in SHAPES if shape.name in {"bfloat16", "cut"}]
 CASES += [("triton", True, shape) for shape in SHAPES if shape.name in {"many rows", "list, block"} | WIDE]
+CASES += [("mosaic_gpu", interpreter, shape) for shape in SHAPES if shape.name in {"bfloat16", "list, block", "cut"}]
+MODULES = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "triton": triton}
 
 
 def small_tiles(name: str, shape: Shape) -> Tiles | None:
     """Several tiles for small vocabularies too; the kernel's own for the real ones."""
     if shape.vocab > 10_000:
         return None
-    return Tiles(16, 128) if name == "tpu" else Tiles(1, 64)
+    return {
+        "tpu": Tiles(16, 128),
+        "mosaic_gpu": Tiles(1, 256 if shape.vocab <= 1000 else 2048),
+        "triton": Tiles(1, 64),
+    }[name]
 
 
 def check(inputs, found, tolerance=2e-5):
@@ -65,8 +71,10 @@ def added_weights(inputs):
 )
 def test_equals_the_reference(name, interpret, shape):
     inputs = shapes.inputs(shape)
+    interpret = interpret() if interpret is interpreter else interpret
     found = api.verify(**inputs, backend=name, tiles=small_tiles(name, shape), interpret=interpret)
     check(inputs, found)
+    assert_no_races()
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.q == "full"], ids=lambda shape: shape.name)
@@ -81,8 +89,11 @@ def test_statistics_of_tiles(shape):
     value, index = np.asarray(keep[1])[:, None], np.asarray(keep[2])[:, None]
     x = np.where((raw < value) | ((raw == value) & (place < index)), -np.inf, raw / np.float32(0.7))
     peak = x.max(-1)
-    for name, interpret in (("tpu", True), ("tpu", RACES), ("triton", True)):
-        tiles = small_tiles(name, shape) or {"tpu": tpu, "triton": triton}[name].default_tiles(len(x), shape.vocab)
+    cases = [("tpu", True), ("tpu", RACES), ("triton", True)]
+    if shape.name == "bfloat16":
+        cases.append(("mosaic_gpu", interpreter()))
+    for name, interpret in cases:
+        tiles = small_tiles(name, shape) or MODULES[name].default_tiles(len(x), shape.vocab)
         found = api.row_stats(name, logits, *keep, tiles, interpret)
         np.testing.assert_allclose(found.maximum, peak, rtol=1e-6)
         np.testing.assert_allclose(found.total, np.exp(x - peak[:, None]).sum(-1), rtol=1e-5)
@@ -93,9 +104,14 @@ def test_statistics_of_tiles(shape):
 
 
 def run_both(inputs):
-    for name, tiles in (("tpu", Tiles(16, 128)), ("triton", Tiles(1, 64))):
+    cases = (
+        ("tpu", Tiles(16, 128), True),
+        ("mosaic_gpu", Tiles(1, 256), interpreter()),
+        ("triton", Tiles(1, 64), True),
+    )
+    for name, tiles, interpret in cases:
         arguments = {"cut": None} | inputs
-        yield api._verify_fused(name, tiles, True, *(arguments[key] for key in api.ARGUMENTS))
+        yield api._verify_fused(name, tiles, interpret, *(arguments[key] for key in api.ARGUMENTS))
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
@@ -174,7 +190,7 @@ def test_added_tokens_are_distributed_as_the_reference_says(q, verifier):
 
 def launch(name, shape):
     """The kernel alone, and its abstract arguments at a shape."""
-    module = {"tpu": tpu, "triton": triton}[name]
+    module = MODULES[name]
     rows = shape.batch * (shape.size + 1)
     tiles = module.default_tiles(rows, shape.vocab)
     of = lambda dtype, *size: jax.ShapeDtypeStruct(size, dtype)  # noqa: E731
@@ -184,15 +200,33 @@ def launch(name, shape):
 
 @pytest.mark.parametrize("shape", [s for s in REAL if s.batch in (1, 128)], ids=lambda s: s.name)
 def test_lowers_without_the_hardware(shape):
-    for name, platform in (("tpu", "tpu"), ("triton", "cuda")):
+    for name in MODULES:
         function, arguments = launch(name, shape)
-        lower(function, platform, *arguments)
+        lower(function, name, *arguments)
 
 
-def test_the_whole_op_lowers_for_a_tpu():
+@pytest.mark.parametrize("name", ["tpu", "mosaic_gpu"])
+def test_the_whole_op_lowers(name):
     inputs = shapes.inputs(Shape("", 2, 3, 5000, q="list", verifier="block"))
-    static = {"verifier": inputs.pop("verifier"), "backend": "tpu"}
-    lower(functools.partial(api.verify, **static), "tpu", **inputs)
+    static = {"verifier": inputs.pop("verifier"), "backend": name}
+    lower(functools.partial(api.verify, **static), name, **inputs)
+
+
+@pytest.mark.parametrize("shape", REAL, ids=lambda s: s.name)
+def test_a_block_fits_a_gpu_processor(shape):
+    for itemsize in (2, 4):
+        assert not mosaic_gpu.refuses(shape.vocab, itemsize)
+        tiles = mosaic_gpu.default_tiles(shape.batch * (shape.size + 1), shape.vocab)
+        assert mosaic_gpu.smem_bytes(itemsize, tiles) <= HOPPER_SMEM
+
+
+def test_rows_that_mosaic_gpu_refuses():
+    assert "not a multiple of 16 bytes" in mosaic_gpu.refuses(151, 4)
+    assert "less than a tile" in mosaic_gpu.refuses(128, 4)
+    backend._say_once.cache_clear()
+    draft = Drafted(jnp.zeros((1, 1), jnp.int32), None)
+    with pytest.warns(RuntimeWarning, match="601 logits are not a multiple"):
+        assert api.implementation(jnp.zeros((1, 2, 601)), draft, "mosaic_gpu") == "reference"
 
 
 @pytest.mark.parametrize("shape", REAL, ids=lambda s: s.name)
