@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend as backends
 from pallas_kernels.backend import KernelError
-from pallas_kernels.lm_head_verify import reference, shapes, tpu, triton
+from pallas_kernels.lm_head_verify import mosaic_gpu, reference, shapes, tpu, triton
 from pallas_kernels.precision import product_precision
 from pallas_kernels.verify import api as verify_api
 from pallas_kernels.verify import fused
@@ -29,7 +29,7 @@ ARGUMENTS = (  # of every implementation, in this order
     "verifier",
     "softcap",
 )
-_KERNELS = {"tpu": tpu, "triton": triton}
+_KERNELS = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "triton": triton}
 
 
 def lm_head_verify(
@@ -59,7 +59,8 @@ def lm_head_verify(
       softcap: logits are softcap tanh(x / softcap) if above 0.
       backend: a name of `backend.BACKENDS`, or "auto".
       tiles: rows and vocabulary of a tile; None: the kernel's default for the shape.
-      interpret: interpret the kernel (True or `pltpu.InterpretParams`), on any platform.
+      interpret: interpret the kernel (True, or parameters of the interpreter for its platform), on any platform;
+        mosaic_gpu takes `InterpretGPUParams` alone.
 
     Returns:
       accepted [B] int32 and the added token [B] int32, as `verify`.
@@ -79,6 +80,8 @@ def lm_head_verify(
     def refuses(name: str) -> str:
         if head.dtype not in (jnp.float32, jnp.bfloat16):
             return f"head is {head.dtype}, not float32 or bfloat16"
+        if name == "mosaic_gpu":
+            return mosaic_gpu.refuses(*head.shape, head.dtype)
         rows = hidden.shape[0] * hidden.shape[1]
         if _KERNELS[name].default_tiles(rows, *head.shape, head.dtype.itemsize) is None:
             return f"a head of {head.shape} takes too much of a core's memory"
@@ -151,6 +154,8 @@ def _verify_fused(
 def _probe(name: str) -> bool:
     """Whether a kernel accepts and draws as the reference does."""
     for shape in shapes.PROBES:
+        if name == "mosaic_gpu" and mosaic_gpu.refuses(shape.vocab, shape.width, jnp.dtype(shape.dtype)):
+            continue
         inputs = shapes.inputs(shape)
         arguments = tuple(inputs[key] for key in ARGUMENTS)
         found = _verify_fused(name, None, False, *arguments)

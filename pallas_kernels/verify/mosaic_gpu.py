@@ -36,7 +36,7 @@ def default_tiles(rows: int, vocab: int) -> Tiles:
 
 def smem_bytes(itemsize: int, tiles: Tiles) -> int:
     """Returns the shared memory of a block: tiles in flight, their barriers, the scratch of its reductions."""
-    return STAGES * tiles.vocab * itemsize + STAGES * 8 + 128 * 4
+    return STAGES * tiles.vocab * itemsize + STAGES * 8 + plgpu.CompilerParams().reduction_scratch_bytes
 
 
 def stats(
