@@ -12,6 +12,7 @@ from scipy import stats as scipy_stats
 
 from pallas_kernels import backend
 from pallas_kernels.backend import KernelError
+from pallas_kernels.bench import has_kernel
 from pallas_kernels.verify import api, mosaic_gpu, reference, shapes, tpu, triton
 from pallas_kernels.verify.shapes import REAL, SHAPES, Drafted, Shape
 from pallas_kernels.verify.tiles import Tiles
@@ -203,6 +204,7 @@ def test_lowers_without_the_hardware(shape):
     for name in MODULES:
         function, arguments = launch(name, shape)
         lower(function, name, *arguments)
+        assert has_kernel(str(jax.make_jaxpr(function)(*arguments)))
 
 
 @pytest.mark.parametrize("name", ["tpu", "mosaic_gpu"])
