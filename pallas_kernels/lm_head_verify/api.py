@@ -81,7 +81,7 @@ def lm_head_verify(
         if head.dtype not in (jnp.float32, jnp.bfloat16):
             return f"head is {head.dtype}, not float32 or bfloat16"
         if name == "mosaic_gpu":
-            return mosaic_gpu.refuses(*head.shape, head.dtype)
+            return mosaic_gpu.refuses(head.shape[0], head.shape[1], head.dtype)
         rows = hidden.shape[0] * hidden.shape[1]
         if _KERNELS[name].default_tiles(rows, *head.shape, head.dtype.itemsize) is None:
             return f"a head of {head.shape} takes too much of a core's memory"

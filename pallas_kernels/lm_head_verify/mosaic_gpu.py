@@ -81,7 +81,7 @@ def stats(
 
             return acc_ref[...]
 
-        logits = pl.run_scoped(multiply, plgpu.ACC((tiles.vocab, tiles.rows), jnp.float32))
+        logits = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((tiles.vocab, tiles.rows), jnp.float32))
         plgpu.barrier_wait(by_arrived)
         wide = lambda a: jax.lax.broadcast_in_dim(a, logits.shape, (1,))  # noqa: E731
         x = cap(logits, softcap) / wide(by_ref[...])
