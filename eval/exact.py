@@ -122,9 +122,11 @@ def pair_distribution(target: Target, prompt: Sequence[int], sampler: dict[str, 
       most: m, how many first tokens to follow.
     """
     (first,) = next_distribution(target, [list(prompt)], sampler)
-    first_ids = np.argsort(-first, kind="stable")[: min(most, int(np.count_nonzero(first)))]
+    first_ids = np.argsort(-first, kind="stable")[:most]
+    # As many rows whatever the sampler keeps: one compiled program for all.
     second = next_distribution(target, [[*prompt, int(token)] for token in first_ids], sampler)
-    return PairDistribution(first_ids, first, second)
+    followed = min(len(first_ids), int(np.count_nonzero(first)))
+    return PairDistribution(first_ids[:followed], first, second[:followed])
 
 
 def next_distribution(target: Target, rows: Sequence[Sequence[int]], sampler: dict[str, float]) -> np.ndarray:
