@@ -129,8 +129,8 @@ POLICIES["token"] += (Peeking(),)
 def pairs(target, drafter, distributions, chosen, verifier):
     policies = POLICIES[verifier]
     widths = (1, SIZE + 1) if verifier == "token" else (SIZE + 1,)  # each width is a copy of the target to compile
-    method = exact.Method(f"{policies[chosen].name} {verifier}", drafter, OneOf(policies, chosen % len(policies)), verifier, widths)
-    return exact.sampled_pairs(target, PROMPT, method, SAMPLERS, SAMPLES, BATCH, chosen % len(policies), distributions)
+    method = exact.Method(f"{policies[chosen].name} {verifier}", drafter, OneOf(policies, chosen), verifier, widths)
+    return exact.sampled_pairs(target, PROMPT, method, SAMPLERS, SAMPLES, BATCH, chosen, distributions)
 
 
 def test_drawn_pairs_follow_the_target(target, drafter, distributions):
@@ -153,7 +153,7 @@ def test_drawn_pairs_follow_the_target(target, drafter, distributions):
 
 
 def test_a_policy_that_peeks_is_caught(target, drafter, distributions):
-    checks = exact.judge(pairs(target, drafter, distributions, -1, "token"))
+    checks = exact.judge(pairs(target, drafter, distributions, len(CHOSEN["token"]), "token"))
     assert checks[0].passed  # greedy text is the target's whatever the policy
     assert not checks[1].passed
 
