@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend as backends
-from pallas_kernels.markov_sample import reference, shapes, tpu, triton
+from pallas_kernels.markov_sample import mosaic_gpu, reference, shapes, tpu, triton
 
 KINDS = ("none", "vanilla", "gated", "rnn")
+_KERNELS: dict[str, Any] = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "triton": triton}
 
 
 def markov_sample(
@@ -28,7 +29,7 @@ def markov_sample(
     index: jax.Array | None = None,
     vocab: jax.Array | None = None,
     backend: str = "auto",
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws x_1..x_K, each from softmax((U_k + B_k) / temperature), where B_k depends on x_{k-1} (DSpark, section 3).
 
@@ -58,7 +59,7 @@ def markov_sample(
       index: [B, K, m] int32, the candidates as entries of the draft vocabulary; None for the whole of it.
       vocab: [V'] int32 target ids of its entries; None where they are the target's.
       backend: which implementation, see `backend.select`.
-      interpret: run the kernel in Pallas' interpreter.
+      interpret: run the kernel in Pallas' interpreter (True, or an interpreter's parameters).
 
     Returns:
       target ids [B, K] int32; the logits that they were drawn from, temperature included, shaped as `base_logits`.
@@ -79,10 +80,8 @@ def markov_sample(
         "vocab": vocab,
     }
     positional = (base_logits, anchor_ids, temperature, uniforms)
-    if name == "tpu":
-        return tpu.markov_sample(*positional, **arguments, interpret=interpret)
-    if name == "triton":
-        return triton.markov_sample(*positional, **arguments, interpret=interpret)
+    if name != "reference":
+        return _KERNELS[name].markov_sample(*positional, **arguments, interpret=interpret)
     return reference.markov_sample(*positional, **arguments)
 
 
@@ -93,7 +92,7 @@ def pick(
     w1: jax.Array | None = None,
     index: jax.Array | None = None,
     backend: str = "auto",
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> str:
     """Names the implementation that `markov_sample` would run; for callers that have a loop of their own.
 
@@ -111,20 +110,23 @@ def pick(
     Raises:
       KernelError: a backend that isn't there.
     """
-    batch, _, size = base_logits.shape
+    batch, steps, size = base_logits.shape
     (vocab_size, rank), itemsize = ((0, 0), 4) if w1 is None else (w1.shape, w1.dtype.itemsize)
 
     def refuses(name: str) -> str:
         if name == "tpu":
             return tpu.refuses(kind, batch, size, index is not None, rank, vocab_size, itemsize)
-        return triton.refuses(kind, None if index is None else size, rank)
+        candidates = None if index is None else size
+        if name == "mosaic_gpu":
+            return mosaic_gpu.refuses(kind, steps, candidates, rank, itemsize)
+        return triton.refuses(kind, candidates, rank)
 
-    return backends.select("markov_sample", ("tpu", "triton"), backend, interpret, refuses=refuses, probe=_probe)
+    return backends.select("markov_sample", tuple(_KERNELS), backend, bool(interpret), refuses=refuses, probe=_probe)
 
 
 def _probe(name: str) -> bool:
     """Compares a kernel with the reference: every form it has, on a head that uses all it knows."""
-    kernel = tpu.markov_sample if name == "tpu" else triton.markov_sample
+    kernel = _KERNELS[name].markov_sample
     cases = [shapes.Shape("rnn", 2, 2, 512, 128, 128, 384, candidates=256)]
     if name == "tpu":
         cases.append(shapes.Shape("rnn", 2, 2, 2048, 128, 128, 1280, dtype="bfloat16"))

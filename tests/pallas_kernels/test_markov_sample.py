@@ -1,5 +1,6 @@
 """markov_sample: kernels against the reference, the distribution of what they draw, lowering, bad arguments."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from lowering import lower
+from lowering import HOPPER_SMEM, assert_no_races, interpreter, lower
 from scipy import stats
 
 from pallas_kernels import backend
-from pallas_kernels.markov_sample import api, reference, shapes, tile, tpu, triton
+from pallas_kernels.markov_sample import api, mosaic_gpu, reference, shapes, tile, tpu, triton
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -19,10 +20,16 @@ RACES = pltpu.InterpretParams(detect_races=True)
 KERNELS = {
     "tpu": functools.partial(tpu.markov_sample, interpret=True),
     "tpu_races": functools.partial(tpu.markov_sample, interpret=RACES),
+    "mosaic_gpu": lambda **arguments: mosaic_gpu.markov_sample(
+        **arguments, tiles=mosaic_gpu.Tiles(rows=8, groups=1, vector=8), interpret=interpreter()
+    ),
     "triton": functools.partial(triton.markov_sample, interpret=True),
 }
+# Every candidate's row is a copy of its own, which takes the interpreter of Mosaic GPU kernels 10 ms.
+FEW = shapes.Shape("vanilla", 3, 2, 512, 16, 16, 512, candidates=22, reduced=False, dtype="bfloat16")
 CASES = [(shape, "tpu") for shape in shapes.SHAPES]
 CASES += [(shape, "triton") for shape in shapes.SHAPES if shape.candidates]
+CASES += [(shape, "mosaic_gpu") for shape in (FEW, *shapes.SHAPES[1:4])]
 CASES[0], CASES[4] = ((shapes.SHAPES[i], "tpu_races") for i in (0, 4))  # one of each form; slower to run
 
 
@@ -48,6 +55,7 @@ def on_a_boundary(logits, uniform) -> bool:
 def test_a_kernel_draws_what_the_reference_draws(shape, kernel):
     arguments, (expected_tokens, expected_logits) = case(shape)
     tokens, logits = run(KERNELS[kernel], arguments)
+    assert_no_races()
     assert logits.shape == expected_logits.shape
     # float32: other orders of summation, relative to base logits of that scale. bfloat16: the head's step in float32
     # may round to the neighbouring bfloat16 code, 2^-8 of one term of a product.
@@ -60,6 +68,24 @@ def test_a_kernel_draws_what_the_reference_draws(shape, kernel):
                 assert arguments["temperature"][b] > 0
                 assert on_a_boundary(expected_logits[b, k], arguments["uniforms"][b, k])
                 break
+
+
+@pytest.mark.parametrize("kernel", ["tpu", "mosaic_gpu", "triton"])
+def test_ties_weights_of_zero_and_broken_rows(kernel):
+    """First of equal maxima; nothing of weight zero, whatever the uniform; a row of NaN stays inside of its list."""
+    arguments = dict(shapes.inputs(dataclasses.replace(FEW, kind="none", batch=4, reduced=True)))
+    base = np.array(arguments["base_logits"])
+    base[0, :, [7, 9, 21]] = 9.0
+    base[1:3, :, 3:] = -np.inf
+    base[3] = np.nan
+    uniforms = np.array([[0.5, 0.5], [0.0, 0.9999999], [0.5, 0.9], [0.5, 0.0]], np.float32)
+    temperature = jnp.asarray([0.0, 1.0, 0.7, 1.0])
+    arguments |= {"base_logits": jnp.asarray(base), "uniforms": jnp.asarray(uniforms), "temperature": temperature}
+    tokens = np.asarray(run(KERNELS[kernel], arguments)[0])
+    ids = np.asarray(arguments["vocab"])[np.asarray(arguments["index"])]
+    np.testing.assert_array_equal(tokens[:3], np.asarray(run(reference.markov_sample, arguments)[0])[:3])
+    np.testing.assert_array_equal(tokens[0], ids[0, :, 7])
+    assert all(tokens[b, k] in (ids[b, k, :3] if b < 3 else ids[b, k]) for b in (1, 2, 3) for k in range(2))
 
 
 def test_the_draw_from_a_tile_skips_weights_of_zero():
@@ -116,10 +142,16 @@ def test_real_sizes_lower_and_fit(shape):
     assert tpu.vmem_bytes(*sizes, itemsize) < 16 * 2**20
     assert not tpu.refuses(*sizes, shape.vocab_size, itemsize)
     assert shapes.bytes_moved(shape) >= 8 * shape.batch * shape.steps * size
-    for platform, module in [("tpu", tpu), ("cuda", triton)]:
-        if platform == "cuda" and triton.refuses(shape.kind, shape.candidates or None, shape.rank):
-            continue
-        exported = lower(functools.partial(module.markov_sample, kind=shape.kind), platform, **specs)
+    modules = {"tpu": tpu}
+    if shape.candidates:
+        modules |= {"mosaic_gpu": mosaic_gpu, "triton": triton}
+        small = (shape.kind, shape.steps, shape.candidates, shape.rank)
+        assert not mosaic_gpu.refuses(*small, itemsize)
+        assert not triton.refuses(shape.kind, shape.candidates, shape.rank)
+        tiles = mosaic_gpu.Tiles.for_shape(*small, itemsize)
+        assert mosaic_gpu.smem_bytes(*small, itemsize, tiles) <= HOPPER_SMEM
+    for name, module in modules.items():
+        exported = lower(functools.partial(module.markov_sample, kind=shape.kind), name, **specs)
         assert exported.out_avals[1].shape == (shape.batch, shape.steps, size)
 
 
@@ -130,12 +162,17 @@ def test_shapes_that_kernels_refuse():
     assert "whole draft vocabulary" in triton.refuses("none", None, 0)
     assert "8192 candidates" in triton.refuses("none", 8192, 0)
     assert "rank of 24" in triton.refuses("vanilla", 64, 24)
+    assert "whole draft vocabulary" in mosaic_gpu.refuses("vanilla", 7, None, 128, 2)
+    assert "8192 candidates" in mosaic_gpu.refuses("none", 7, 8192, 0, 4)
+    assert "neither 128 nor a multiple of 256" in mosaic_gpu.refuses("vanilla", 7, 64, 64, 2)
+    assert "shared memory" in mosaic_gpu.refuses("vanilla", 16, 4096, 256, 2)
 
 
 def test_the_api_runs_the_backend_that_is_named():
     arguments, (expected, _) = case(shapes.SHAPES[3])
-    for name in ("auto", "tpu", "triton"):
-        tokens, _ = run(functools.partial(api.markov_sample, backend=name, interpret=True), arguments)
+    for name in ("auto", "tpu", "mosaic_gpu", "triton"):
+        interpret = interpreter() if name == "mosaic_gpu" else True
+        tokens, _ = run(functools.partial(api.markov_sample, backend=name, interpret=interpret), arguments)
         assert (tokens == expected).all()
 
 
