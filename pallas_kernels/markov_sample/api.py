@@ -130,6 +130,8 @@ def _probe(name: str) -> bool:
     cases = [shapes.Shape("rnn", 2, 2, 512, 128, 128, 384, candidates=256)]
     if name == "tpu":
         cases.append(shapes.Shape("rnn", 2, 2, 2048, 128, 128, 1280, dtype="bfloat16"))
+    if name == "mosaic_gpu":
+        cases.append(shapes.Shape("vanilla", 2, 2, 512, 256, 128, 384, candidates=200, dtype="bfloat16"))
     for case in cases:
         arguments = shapes.inputs(case)
         tokens, logits = jax.jit(lambda arguments, kind=case.kind: kernel(**arguments, kind=kind))(

@@ -7,6 +7,7 @@ waiting for a draw. Warpgroups share the candidates; the first one draws.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +116,7 @@ def markov_sample(
         operands |= {"index": fill(index, 0), "w1": w1, "w2": w2}
         scratch |= {
             "listed": plgpu.SMEM((steps, padded), jnp.int32),
-            "rows": plgpu.SMEM((tiles.groups, STAGES, tiles.rows, rank), w2.dtype),
+            "rows": plgpu.SMEM((tiles.groups * STAGES * tiles.rows, rank), w2.dtype),
             "product": plgpu.SMEM((padded,), jnp.float32),
             "vectors": plgpu.SMEM((2, rank), jnp.float32),  # the state and W1[x_{k-1}]
             "code": plgpu.SMEM((rank,), jnp.float32),
@@ -166,12 +167,15 @@ def _kernel(ref: SimpleNamespace, kind: str, size: int, tiles: Tiles, interpret:
     def first_of(j):
         return (j * tiles.groups + group) * count
 
+    def slot_of(s):
+        return group * STAGES + jax.lax.rem(s, STAGES)
+
     def fetch(s):
-        k, first, slot = jax.lax.div(s, share), first_of(jax.lax.rem(s, share)), jax.lax.rem(s, STAGES)
+        k, first, slot = jax.lax.div(s, share), first_of(jax.lax.rem(s, share)), slot_of(s)
 
         def copy(i, _):
-            source, target = ref.w2.at[ref.listed[k, first + i]], ref.rows.at[group, slot, i]
-            plgpu.copy_gmem_to_smem(source, target, ref.arrived.at[group * STAGES + slot], oob_mode=_INSIDE)
+            source, target = ref.w2.at[pl.ds(ref.listed[k, first + i], 1)], ref.rows.at[pl.ds(slot * count + i, 1)]
+            plgpu.copy_gmem_to_smem(source, target, ref.arrived.at[slot], oob_mode=_INSIDE)
 
         jax.lax.fori_loop(0, count, copy, None, unroll=8)
 
@@ -199,10 +203,11 @@ def _kernel(ref: SimpleNamespace, kind: str, size: int, tiles: Tiles, interpret:
 
             def multiply(j, _):
                 s = k * share + j
-                slot = jax.lax.rem(s, STAGES)
-                plgpu.barrier_wait(ref.arrived.at[group * STAGES + slot])
-                total = _product(ref.rows.at[group, slot], ref.code[...], interpret)
+                slot = slot_of(s)
+                plgpu.barrier_wait(ref.arrived.at[slot])
+                total = _product(ref.rows.at[pl.ds(slot * count, count)], ref.code[...], interpret)
                 ref.product[pl.ds(first_of(j), count)] = total
+                plgpu.commit_smem()  # copies come after what was read here
                 jax.lax.cond(s + STAGES < steps * share, lambda: fetch(s + STAGES), lambda: None)
 
             jax.lax.fori_loop(0, share, multiply, None)
@@ -248,7 +253,8 @@ def _product(rows_ref, vector: jax.Array, interpret: bool) -> jax.Array:
         width = min(4, rank // 32)
         tiling = Tiling(((4, 32 * width), (width,)))
         layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-        rows = plgpu.load(rows_ref, (), layout=layout, optimized=False)
+        whole = {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}  # until jax 0.12
+        rows = plgpu.load(rows_ref, **whole, layout=layout, optimized=False)
     return jnp.sum(rows.astype(jnp.float32) * jax.lax.broadcast_in_dim(vector, rows.shape, (1,)), axis=1)
 
 

@@ -149,6 +149,7 @@ def test_real_sizes_lower_and_fit(shape):
         assert not mosaic_gpu.refuses(*small, itemsize)
         assert not triton.refuses(shape.kind, shape.candidates, shape.rank)
         tiles = mosaic_gpu.Tiles.for_shape(*small, itemsize)
+        assert tiles is not None
         assert mosaic_gpu.smem_bytes(*small, itemsize, tiles) <= HOPPER_SMEM
     for name, module in modules.items():
         exported = lower(functools.partial(module.markov_sample, kind=shape.kind), name, **specs)
