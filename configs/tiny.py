@@ -30,10 +30,11 @@ def get_config():
             drafter=config.DraftModelConfig(block_size=4, markov_rank=16, draft_vocab_size=96),
             train=config.TrainConfig(
                 steps=20,
-                batch_size=4,
-                max_tokens=44,
-                anchors=8,
-                loss_chunk=8,
+                batch_size=2,
+                max_tokens=96,  # two or three sequences
+                pack=True,
+                anchors=16,
+                loss_chunk=16,
                 save_every=10,
                 log_every=5,
                 eval_every=10,

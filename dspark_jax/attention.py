@@ -21,6 +21,7 @@ def attend(
     block_mask: jax.Array | None,
     scale: float | None = None,
     window: int = 0,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of blocks of tokens to a shared context and to their own block.
 
@@ -39,6 +40,7 @@ def attend(
       scale: scores are multiplied by it; None = H ** -0.5.
       window: a token sees the window - 1 tokens before it only (0 = all of them): slot s holds position s, query i of
         block a is at position visible[a] + i, and J = K.
+      first: [B, A] int32; block a sees no context slot before it (where its document begins); None = 0.
 
     Returns:
       [B, A, K, N, H].
@@ -48,18 +50,21 @@ def attend(
     ratio, exact = heads // groups, product_precision()
     scale = float(dim**-0.5 if scale is None else scale)
     own = block_keys.shape[2]
-    if blocks == 1 and block_mask is None and not window:
+    if blocks == 1 and block_mask is None and not window and first is None:
         row = (queries[:, 0], context_keys, context_values, visible[:, 0], block_keys[:, 0], block_values[:, 0])
         if kernel.implementation(*row) != "reference":
             return kernel.block_attention(*row, scale=scale)[:, None]
-    if blocks * size * own == 1 and batch > 4:
+    if blocks * size * own == 1 and batch > 4 and first is None:
         return _attend_single(queries, context_keys, context_values, visible, block_keys, block_values, scale, window)
     grouped = queries.reshape(batch, blocks, size, groups, ratio, dim)
     grouped = jnp.transpose(grouped, (0, 3, 1, 4, 2, 5))  # [B, G, A, N/G, K, H]
     flat = grouped.reshape(batch, groups, blocks * ratio * size, dim)
     to_context = jnp.einsum("bgqh,bgsh->bgqs", flat, context_keys, preferred_element_type=jnp.float32, precision=exact)
     to_context = to_context.reshape(batch, groups, blocks, ratio * size, slots) * scale
-    seen = (jnp.arange(slots) < visible[:, :, None])[:, :, None]  # [B, A, 1, S]
+    seen = jnp.arange(slots) < visible[:, :, None]
+    if first is not None:
+        seen = seen & (jnp.arange(slots) >= first[:, :, None])
+    seen = seen[:, :, None]  # [B, A, 1, S]
     if window:
         seen = seen & (jnp.arange(slots) >= _first_seen(visible, size, window)[..., None])  # [B, A, K, S]
         seen = jnp.tile(seen, (1, 1, ratio, 1))

@@ -429,9 +429,10 @@ class TrainConfig:
 
     Attributes:
       steps: Optimiser steps.
-      batch_size: Sequences per step.
-      max_tokens: Sequences are cut to this many tokens (prompt and answer).
-      anchors: A, anchor positions sampled per sequence.
+      batch_size: Rows per step: sequences, or as many packed rows.
+      max_tokens: T, tokens of a row; longer sequences (prompt and answer) are cut.
+      pack: Fill rows with several sequences, which do not see each other, instead of with padding.
+      anchors: A, anchor positions sampled per row.
       loss_chunk: Anchors whose [K, V'] logits exist at a time in the loss.
       learning_rate, heads_learning_rate: Peak rates of the backbone and of the sequential and confidence heads.
       warmup_share: Share of the steps spent warming up; cosine to 0 after it.
@@ -453,6 +454,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 4
     max_tokens: int = 384
+    pack: bool = False
     anchors: int = 64
     loss_chunk: int = 64
     learning_rate: float = 6e-4

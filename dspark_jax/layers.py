@@ -232,6 +232,7 @@ class Attention(nn.Module):
         context_values: jax.Array,
         visible: jax.Array,
         block_mask: jax.Array | None,
+        first: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Mixes tokens with the context and with their own block.
 
@@ -242,6 +243,7 @@ class Attention(nn.Module):
           context_values: [B, G, S, H].
           visible: [B, A], context slots each block sees.
           block_mask: [K, K] bool; None = every token sees its whole block.
+          first: [B, A], the first context slot each block sees; None = 0.
 
         Returns:
           Activations like x; the tokens' own keys and values [B, A*K, G, H].
@@ -259,6 +261,7 @@ class Attention(nn.Module):
             block_mask,
             self.scale,
             own.window,
+            first,
         )
         mixed = from_tokens(mixed.reshape(batch * blocks * size, self.query_size), self.layout)
         return self.o(mixed), k, v
@@ -325,10 +328,11 @@ class DecoderLayer(nn.Module):
         """Keys and values of injected context; see `Attention.project_context`."""
         return self.attention.project_context(x, positions)
 
-    def __call__(self, x, positions, context_keys, context_values, visible, block_mask):
+    def __call__(self, x, positions, context_keys, context_values, visible, block_mask, first=None):
         """Arguments and results as `Attention.__call__`."""
         c = self.config
-        mixed, k, v = self.attention(self.input_norm(x), positions, context_keys, context_values, visible, block_mask)
+        x_norm = self.input_norm(x)
+        mixed, k, v = self.attention(x_norm, positions, context_keys, context_values, visible, block_mask, first)
         x = x + (self.attention_out_norm(mixed) if c.sandwich_norms else mixed)
         added = self.mlp(self.mlp_norm(x))
         x = x + (self.mlp_out_norm(added) if c.sandwich_norms else added)

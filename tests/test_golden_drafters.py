@@ -57,6 +57,7 @@ def test_training(golden, head, layout):
         "tokens": tokens,
         "features": jnp.asarray(recorded["target_features"]).reshape(*tokens.shape, len(config.tapped_layers), -1),
         "last_hidden": hidden,
+        "start": jnp.zeros_like(tokens),
         "log_normalizer": jax.nn.logsumexp(layers.soft_cap(hidden @ shared.head.T, config.decoder.logit_softcap), -1),
     }
     blocks = anchors.make_anchors(

@@ -9,6 +9,7 @@ whole vocabulary), so that training never runs the target again. `manifest.json`
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import zipfile
@@ -164,59 +165,77 @@ def read_dataset(folder: Path, drop_loops: bool, min_answer: int = 4) -> Dataset
     )
 
 
-def batch_indices(seed: int, step: int, size: int, batch_size: int) -> np.ndarray:
-    """Returns the sequences of one step: every epoch a new permutation, a pure function of seed and step.
+def row_contents(seed: int, lengths: Sequence[int], max_tokens: int, pack: bool) -> Iterator[list[int]]:
+    """Yields the sequences of one row after the other, without end: every epoch a new permutation.
 
     Args:
-      seed: seed of the run.
-      step: optimiser step, from 0.
-      size: sequences in the dataset.
-      batch_size: sequences per step.
+      seed: seed of the run; the rows are a pure function of the arguments.
+      lengths: tokens of each sequence.
+      max_tokens: T, tokens of a row; a longer sequence counts as T, since it is cut.
+      pack: put the next sequence of the permutation into the same row while it fits.
     """
-    epochs, places = np.divmod(step * batch_size + np.arange(batch_size), size)
-    order = {epoch: np.random.default_rng([seed, epoch]).permutation(size) for epoch in np.unique(epochs).tolist()}
-    return np.asarray([order[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist())])
+    for epoch in itertools.count():
+        row: list[int] = []
+        free = 0
+        for i in np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist():
+            size = min(lengths[i], max_tokens)
+            if row and not (pack and size <= free):
+                yield row
+                row = []
+            free = (free if row else max_tokens) - size
+            row.append(i)
+        yield row
 
 
 def batches(dataset: Dataset, cfg: TrainConfig, first: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields the batches of steps `first`..`cfg.steps` - 1, each one made while the step before it runs."""
+    rows = row_contents(cfg.seed, [len(tokens) for tokens in dataset.tokens], cfg.max_tokens, cfg.pack)
+    rows = itertools.islice(rows, first * cfg.batch_size, None)
 
-    def make(step: int) -> dict[str, np.ndarray]:
-        return make_batch(dataset, batch_indices(cfg.seed, step, len(dataset), cfg.batch_size), cfg.max_tokens)
+    def make() -> dict[str, np.ndarray]:
+        return make_batch(dataset, list(itertools.islice(rows, cfg.batch_size)), cfg.max_tokens)
 
     with futures.ThreadPoolExecutor(max_workers=1) as pool:
-        coming = pool.submit(make, first) if first < cfg.steps else None
+        coming = pool.submit(make)
         for step in range(first, cfg.steps):
-            assert coming is not None
             batch = coming.result()
-            coming = pool.submit(make, step + 1) if step + 1 < cfg.steps else None
+            if step + 1 < cfg.steps:
+                coming = pool.submit(make)
             yield batch
 
 
-def make_batch(dataset: Dataset, indices: np.ndarray, max_tokens: int) -> dict[str, np.ndarray]:
-    """Pads sequences to one shape.
+def make_batch(dataset: Dataset, rows: Sequence[Sequence[int]], max_tokens: int) -> dict[str, np.ndarray]:
+    """Puts sequences into rows of one shape, one behind the other.
+
+    Args:
+      dataset: the sequences.
+      rows: [B] the sequences of each row; a single one is cut to `max_tokens`, several fit.
+      max_tokens: T.
 
     Returns:
       tokens [B, T] int32, features [B, T, M, D] bfloat16, last_hidden [B, T, D] float16, log_normalizer [B, T],
-      length [B] (tokens, the last one included) and prompt_length [B].
+      start [B, T] int32 (the place where each token's sequence begins) and response [B, T] bool (answer tokens).
     """
-    batch = len(indices)
+    batch = len(rows)
     _, taps, width = dataset.features[0].shape
     out = {
         "tokens": np.zeros((batch, max_tokens), np.int32),
         "features": np.zeros((batch, max_tokens, taps, width), ml_dtypes.bfloat16),
         "last_hidden": np.zeros((batch, max_tokens, width), np.float16),
         "log_normalizer": np.zeros((batch, max_tokens), np.float32),
-        "length": np.zeros((batch,), np.int32),
-        "prompt_length": np.zeros((batch,), np.int32),
+        "start": np.zeros((batch, max_tokens), np.int32),
+        "response": np.zeros((batch, max_tokens), bool),
     }
-    for row, i in enumerate(indices):
-        tokens = dataset.tokens[i][:max_tokens]
-        read = min(len(dataset.features[i]), max_tokens)
-        out["tokens"][row, : len(tokens)] = tokens
-        out["features"][row, :read] = dataset.features[i][:read]
-        out["last_hidden"][row, :read] = dataset.last_hidden[i][:read]
-        out["log_normalizer"][row, :read] = dataset.log_normalizer[i][:read]
-        out["length"][row] = len(tokens)
-        out["prompt_length"][row] = min(dataset.prompt_lengths[i], len(tokens))
+    for row, contents in enumerate(rows):
+        start = 0
+        for i in contents:
+            end = min(start + len(dataset.tokens[i]), max_tokens)
+            read = min(start + len(dataset.features[i]), max_tokens)
+            out["tokens"][row, start:end] = dataset.tokens[i][: end - start]
+            out["features"][row, start:read] = dataset.features[i][: read - start]
+            out["last_hidden"][row, start:read] = dataset.last_hidden[i][: read - start]
+            out["log_normalizer"][row, start:read] = dataset.log_normalizer[i][: read - start]
+            out["start"][row, start:] = start
+            out["response"][row, start + dataset.prompt_lengths[i] : end] = True
+            start = end
     return out

@@ -76,13 +76,14 @@ def loss_and_gradients(
     body = {name: value for name, value in params.items() if name not in heads}
 
     def hidden_of(body):
-        positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
-        context = model.apply({"params": body}, batch["features"], positions, method="project_context")
-        anchor_ids = jnp.take_along_axis(batch["tokens"], blocks.positions, axis=1)
-        hidden = model.apply(
-            {"params": body}, shared.embed, anchor_ids, blocks.positions, context, blocks.positions, method="backbone"
+        apply = functools.partial(cast("Any", model.apply), {"params": body})
+        context = apply(
+            batch["features"], jnp.arange(batch["tokens"].shape[1]) - batch["start"], method="project_context"
         )
-        return cast("jax.Array", hidden).reshape(count, size, -1)
+        anchor_ids = jnp.take_along_axis(batch["tokens"], blocks.positions, axis=1)
+        start = jnp.take_along_axis(batch["start"], blocks.positions, axis=1)
+        arguments = (anchor_ids, blocks.positions - start, context, blocks.positions, start)
+        return apply(shared.embed, *arguments, method="backbone").reshape(count, size, -1)
 
     hidden, hidden_vjp = jax.vjp(hidden_of, body)
     gather = lambda array: jnp.take_along_axis(  # noqa: E731
@@ -134,10 +135,8 @@ def train_step(
     The random stream is keyed by (seed, step): a resumed run draws what the uninterrupted one would have drawn.
     """
     key = jax.random.fold_in(jax.random.key(seed), state.step)
-    place = jnp.arange(batch["tokens"].shape[1])
-    response = (place >= batch["prompt_length"][:, None]) & (place < batch["length"][:, None])
-    positions, keep = anchors_lib.sample_positions(key, response, anchors)
-    blocks = anchors_lib.make_anchors(batch["tokens"], response, positions, keep, model.config.block_size)
+    positions, keep = anchors_lib.sample_positions(key, batch["response"], anchors)
+    blocks = anchors_lib.make_anchors(batch["tokens"], batch["response"], positions, keep, model.config.block_size)
     loss, sums, weight, gradients = loss_and_gradients(
         model, shared, state.params, batch, blocks, loss_weights, decay, chunk, loss_kernel
     )

@@ -87,16 +87,23 @@ class DSparkModel(nn.Module):
         return BlockKV(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
 
     def backbone(
-        self, embed: jax.Array, anchor_ids: jax.Array, positions: jax.Array, context: BlockKV, visible: jax.Array
+        self,
+        embed: jax.Array,
+        anchor_ids: jax.Array,
+        positions: jax.Array,
+        context: BlockKV,
+        visible: jax.Array,
+        first: jax.Array | None = None,
     ) -> jax.Array:
         """The parallel stage: A blocks per row over one context.
 
         Args:
           embed: [V, D].
           anchor_ids: [B, A].
-          positions: [B, A], each anchor's position.
+          positions: [B, A], each anchor's position in its document.
           context: keys and values [B, G, S, H] per layer.
-          visible: [B, A], context slots that each block sees (its anchor's position: strictly before it).
+          visible: [B, A], context slots that each block sees (its anchor's slot: strictly before it).
+          first: [B, A], the slot where each anchor's document begins, nothing before it is seen; None = 0.
 
         Returns:
           h_1..h_K after the final norm, [B, A, K, D].
@@ -108,7 +115,7 @@ class DSparkModel(nn.Module):
         block_positions = positions[..., None] + jnp.arange(c.block_slots)
         x = layers.embed(embed, block_ids.reshape(-1), c.decoder, self.layout)
         for layer, keys, values in zip(self.layers, context.keys, context.values):
-            x, _, _ = layer(x, block_positions, keys, values, visible, None)
+            x, _, _ = layer(x, block_positions, keys, values, visible, None, first)
         hidden = layers.to_tokens(self.norm(x), self.layout).reshape(batch, blocks, c.block_slots, -1)
         return hidden[:, :, c.block_slots - c.block_size :]
 

@@ -128,7 +128,7 @@ POLICIES["token"] += (Peeking(),)
 
 def pairs(target, drafter, distributions, chosen, verifier):
     policies = POLICIES[verifier]
-    widths = (1, SIZE + 1) if verifier == "token" else (SIZE + 1,)  # each width is a copy of the target to compile
+    widths = (SIZE + 1,)  # among thousands of rows one always wants it; narrower ones would be compiled for nothing
     method = exact.Method(f"{policies[chosen].name} {verifier}", drafter, OneOf(policies, chosen), verifier, widths)
     return exact.sampled_pairs(target, PROMPT, method, SAMPLERS, SAMPLES, BATCH, chosen, distributions)
 
@@ -146,10 +146,6 @@ def test_drawn_pairs_follow_the_target(target, drafter, distributions):
     assert all(check.samples == SAMPLES for check in checks)
     failed = [check for check in exact.judge(checks) if not check.passed]
     assert not failed
-    # The test has something to decide: drafts are kept and rejected.
-    rows = dspark_jax.generate(target, [PROMPT] * 64, drafter=drafter, temperature=1.0, max_new_tokens=24).rows
-    accepted = [n for row in rows for n in row.accepted_lengths]
-    assert {1, 2, 3} == set(accepted)
 
 
 def test_a_policy_that_peeks_is_caught(target, drafter, distributions):
@@ -183,6 +179,9 @@ def test_cache_and_batch_checks(target, drafter):
     method = exact.Method("full token", drafter)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [11]]
     assert exact.batch_invariant(target, prompts, method, 16).passed
+    rows = dspark_jax.generate(target, prompts, drafter=drafter, temperature=1.0, max_new_tokens=24).rows
+    accepted = [n for row in rows for n in row.accepted_lengths]
+    assert {1, 2, 3} == set(accepted)  # these models have something to decide: drafts are kept and rejected
     check = exact.cache_equivalent(target, prompts, method, 16, 1e-4)
     assert check.passed
     assert 0 < check.statistic < 1e-4  # rounding, and something was compared

@@ -1,6 +1,7 @@
 """Anchors, labels, losses and one training step: what training computes is what decoding will see."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,8 @@ def make_batch(table, sizes=((4, 20), (7, 18))):
         "features": jnp.asarray(rng.standard_normal((batch, longest, 2, 16)), jnp.float32),
         "last_hidden": hidden,
         "log_normalizer": jax.nn.logsumexp(hidden @ table.T, axis=-1),
-        "prompt_length": jnp.asarray([p for p, _ in sizes]),
-        "length": jnp.asarray([n for _, n in sizes]),
+        "start": jnp.zeros((batch, longest), jnp.int32),
+        "response": jnp.asarray([[p <= t < n for t in range(longest)] for p, n in sizes]),
     }
 
 
@@ -291,9 +292,8 @@ def test_chunks_do_not_matter_and_gradients_are_autodiff():
     vocab = np.arange(0, 50, 2)
     model, shared, params, table = make_model("rnn", vocab=vocab)
     batch = make_batch(table)
-    response = jnp.asarray([[p <= t < n for t in range(20)] for p, n in ((4, 20), (7, 18))])
-    positions, keep = anchors.sample_positions(jax.random.key(0), response, 6)
-    blocks = anchors.make_anchors(batch["tokens"], response, positions, keep, 4)
+    positions, keep = anchors.sample_positions(jax.random.key(0), batch["response"], 6)
+    blocks = anchors.make_anchors(batch["tokens"], batch["response"], positions, keep, 4)
 
     @jax.jit
     def plain(params):
@@ -378,16 +378,57 @@ def test_heads_have_a_learning_rate_of_their_own():
 # --- data on disk ---------------------------------------------------------------------------------
 
 
-def test_batches_are_permutations():
-    for size, batch in ((10, 4), (7, 7), (3, 8)):
-        steps = -(-3 * size // batch)
-        drawn = np.concatenate([data.batch_indices(5, s, size, batch) for s in range(steps)])
-        epochs = drawn[: 3 * size].reshape(3, size)
+def take_rows(seed: int, lengths: list[int], pack: bool, count: int) -> list[list[int]]:
+    return list(itertools.islice(data.row_contents(seed, lengths, 100, pack), count))
+
+
+def test_rows_are_permutations():
+    for size in (10, 3):
+        rows = take_rows(5, [40] * size, False, 3 * size)
+        assert all(len(row) == 1 for row in rows)
+        epochs = np.asarray(rows).reshape(3, size)
         np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(size), (3, 1)))
-    many = [data.batch_indices(0, s, 50, 50).tolist() for s in range(3)]
-    assert many[0] != many[1] != many[2]  # every epoch another order
-    assert data.batch_indices(0, 2, 50, 50).tolist() == many[2]  # whatever was drawn before
-    assert data.batch_indices(1, 2, 50, 50).tolist() != many[2]
+        assert len({tuple(epoch) for epoch in epochs.tolist()}) > 1  # every epoch another order
+    assert take_rows(0, [40] * 50, False, 60) == take_rows(0, [40] * 50, False, 60)
+    assert take_rows(0, [40] * 50, False, 60) != take_rows(1, [40] * 50, False, 60)
+
+
+def test_packed_rows_hold_every_sequence_once_per_epoch_and_fit():
+    lengths = np.random.default_rng(0).integers(5, 60, 200).tolist()
+    lengths[7] = 250  # cut to a row of its own
+    rows = take_rows(3, lengths, True, 200)
+    used = [sum(min(lengths[i], 100) for i in row) for row in rows]
+    assert max(used) <= 100
+    assert np.mean(used) > 75  # an average sequence of 32 tokens alone would leave two thirds of a row empty
+    assert [7] in rows
+    ends = np.cumsum([len(row) for row in rows])
+    assert 200 in ends  # a row never joins two epochs
+    first = rows[: ends.tolist().index(200) + 1]
+    assert sorted(i for row in first for i in row) == list(range(200))
+
+
+def test_a_packed_batch_trains_as_its_sequences_alone(tmp_path):
+    """The same losses and gradients: packed sequences do not see each other, nor does a block reach into the next."""
+    sizes = [(3, 11), (2, 6), (4, 12)]
+    sequences = [answered(i, p, n, width=16, vocab=49) for i, (p, n) in enumerate(sizes)]
+    data.write_shard(tmp_path, 0, sequences, {"mass": np.zeros(4)})
+    dataset = data.read_dataset(tmp_path, drop_loops=False)
+    model, shared, params, _ = make_model("rnn")
+
+    def sums_of(rows, size):
+        batch = data.make_batch(dataset, rows, size)
+        positions, keep = anchors.sample_positions(jax.random.key(0), batch["response"], 24)  # all there are
+        blocks = anchors.make_anchors(batch["tokens"], batch["response"], positions, keep, 4)
+        run = jax.jit(
+            lambda params, batch: step.loss_and_gradients(model, shared, params, batch, blocks, WEIGHTS, 4.0, 24)
+        )
+        return run(params, batch)
+
+    alone, packed = sums_of([[0], [1], [2]], 12), sums_of([[2, 0, 1]], 32)
+    assert float(alone[2]) > 10  # weights of supervised positions
+    for ours, wanted in zip(jax.tree.leaves(packed), jax.tree.leaves(alone), strict=True):
+        # Sums in another order, with cancellation: compare with the tensor's largest entry.
+        np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
 def test_is_loop():
@@ -398,13 +439,13 @@ def test_is_loop():
     assert not text_stats.is_loop([])
 
 
-def answered(seed: int, prompt: int, size: int) -> data.Answered:
+def answered(seed: int, prompt: int, size: int, width: int = 6, vocab: int = 1000) -> data.Answered:
     rng = np.random.default_rng(seed)
     return data.Answered(
-        tokens=rng.integers(0, 1000, size).astype(np.int32),
+        tokens=rng.integers(0, vocab, size).astype(np.int32),
         prompt_length=prompt,
-        features=rng.standard_normal((size - 1, 2, 6)).astype(ml_dtypes.bfloat16),
-        last_hidden=rng.standard_normal((size - 1, 6)).astype(np.float16),
+        features=rng.standard_normal((size - 1, 2, width)).astype(ml_dtypes.bfloat16),
+        last_hidden=rng.standard_normal((size - 1, width)).astype(np.float16),
         log_normalizer=rng.standard_normal(size - 1).astype(np.float32),
     )
 
@@ -441,12 +482,14 @@ def test_shards_round_trip(tmp_path):
 def test_batches_are_padded_and_cut(tmp_path):
     sequences = [answered(0, 3, 20), answered(1, 5, 9), answered(2, 14, 18)]
     data.write_shard(tmp_path, 0, sequences, {"mass": np.zeros(4)})
-    batch = data.make_batch(data.read_dataset(tmp_path, drop_loops=False), np.array([2, 1, 0]), 12)
-    assert batch["length"].tolist() == [12, 9, 12]
-    assert batch["prompt_length"].tolist() == [12, 5, 3]  # a cut that leaves no answer leaves no anchor
-    for row, number in enumerate((2, 1, 0)):
+    batch = data.make_batch(data.read_dataset(tmp_path, drop_loops=False), [[2], [1], [0]], 12)
+    # A cut that leaves no answer leaves no anchor.
+    assert [np.flatnonzero(row).tolist() for row in batch["response"]] == [[], [5, 6, 7, 8], list(range(3, 12))]
+    assert not batch["start"].any()
+    for row, (number, length) in enumerate(((2, 12), (1, 9), (0, 12))):
         read = min(12, len(sequences[number].features))
-        np.testing.assert_array_equal(batch["tokens"][row, : batch["length"][row]], sequences[number].tokens[:12])
+        np.testing.assert_array_equal(batch["tokens"][row, :length], sequences[number].tokens[:12])
+        assert not batch["tokens"][row, length:].any()
         np.testing.assert_array_equal(batch["last_hidden"][row, :read], sequences[number].last_hidden[:12])
         assert not batch["features"][row, read:].any()
 
