@@ -492,6 +492,7 @@ class DecodeConfig:
       temperature: 0 = greedy.
       top_k, top_p, min_p, repetition_penalty: The other processors (0, 1, 0 and 1 = off).
       verifier: "token" or "block".
+      fuse_lm_head: Verify from hidden states by `pallas_kernels.lm_head_verify`, without logits in memory.
       draft_sampling: At a temperature above 0, "sample" draws the draft tokens, "greedy" takes the likeliest ones.
       candidates: Tokens per position that the sequential head corrects (0 = all).
       cache_slots: S, slots of the KV cache: prompt + budget + one block must fit (0 = as many as needed).
@@ -509,6 +510,7 @@ class DecodeConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     verifier: str = "token"
+    fuse_lm_head: bool = False
     draft_sampling: str = "sample"
     candidates: int = 0
     cache_slots: int = 0

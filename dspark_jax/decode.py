@@ -9,9 +9,8 @@ the host; a caller that streams runs it a few cycles at a time. The models arriv
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,21 @@ from dspark_jax.drafters.base import Drafter, Observer
 from dspark_jax.records import BlockKV, Draft, KVCache, Params, Sampler, TargetOutput
 from pallas_kernels.verify.reference import usable_positions
 
-TargetFn = Callable[..., TargetOutput]  # (params, token_ids [B, T], cache, with_logits=True) -> TargetOutput
+
+class TargetFn(Protocol):
+    """The target as a hashable callable (`target.TargetStep`)."""
+
+    def __call__(self, params: Params, token_ids: jax.Array, cache: KVCache, with_logits: bool = True) -> TargetOutput:
+        """Reads T tokens per row after the cache, [B, T]."""
+        ...
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Applies the LM head to last hidden states: [B, T, D] -> [B, T, V]."""
+        ...
+
+    def lm_head(self, params: Params) -> tuple[jax.Array, float]:
+        """Returns the LM head's weights [V, D] and the cap of its logits (0 = none)."""
+        ...
 
 
 @struct.dataclass
@@ -85,6 +98,7 @@ class Cycle:
       policy: verify-length policy.
       widths: ladder of verify widths (tokens read by the target), ascending, the last one K + 1.
       verifier: "token" or "block" (`verify`).
+      fuse_lm_head: verify from hidden states without logits in memory (`verify.verify_hidden`).
     """
 
     target: TargetFn = struct.field(pytree_node=False)
@@ -92,6 +106,7 @@ class Cycle:
     policy: scheduler.Policy
     widths: tuple[int, ...] = struct.field(pytree_node=False)
     verifier: str = struct.field(pytree_node=False, default="token")
+    fuse_lm_head: bool = struct.field(pytree_node=False, default=False)
 
 
 def default_widths(drafter: Drafter, policy: scheduler.Policy) -> tuple[int, ...]:
@@ -207,10 +222,8 @@ def verify_stage(
         pad = size + 1 - width
 
         def branch(ids):
-            output = cycle.target(params, ids[:, :width], state.cache)
-            assert output.logits is not None
-            accepted, added = verify.verify_block(
-                output.logits,
+            output = cycle.target(params, ids[:, :width], state.cache, with_logits=not cycle.fuse_lm_head)
+            arguments = (
                 draft,
                 verify_len,
                 settings.sampler,
@@ -220,6 +233,13 @@ def verify_stage(
                 uniforms[:, :width, sampling.COMMIT],
                 cycle.verifier,
             )
+            if cycle.fuse_lm_head:
+                logits_of = partial(cycle.target.logits, params)
+                head = cycle.target.lm_head(params)
+                accepted, added = verify.verify_hidden(output.last_hidden, head, logits_of, *arguments)
+            else:
+                assert output.logits is not None
+                accepted, added = verify.verify_block(output.logits, *arguments)
             widen = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, pad), (0, 0)))  # noqa: E731
             block = BlockKV(keys=tuple(map(widen, output.block.keys)), values=tuple(map(widen, output.block.values)))
             wide = TargetOutput(
@@ -229,6 +249,7 @@ def verify_stage(
                 block=block,
             )
             if cycle.policy.reads_target:
+                assert output.logits is not None
                 assert output.attention_spread is not None
                 measures = (scheduler.normalized_entropy(output.logits), output.attention_spread)
                 entropy, spread = (jnp.pad(a, ((0, 0), (0, pad))) for a in measures)

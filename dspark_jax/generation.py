@@ -149,6 +149,7 @@ def prepare(
     rows: Sequence[int] | None = None,
     cache_slots: int = 0,
     widths: tuple[int, ...] | None = None,
+    fuse_lm_head: bool = False,
 ) -> Session:
     """Checks a request, reads its prompts and returns the loop to run.
 
@@ -169,6 +170,8 @@ def prepare(
       rows: numbers that key the rows' random streams; None counts from 0.
       cache_slots: S; 0 takes as many as needed.
       widths: ladder of verify widths; None takes `decode.default_widths`.
+      fuse_lm_head: verify without logits in memory (`pallas_kernels.lm_head_verify`); rows with processors beyond a
+        temperature have them. It means nothing without a drafter.
 
     Raises:
       GenerationError: a value that can't be served.
@@ -189,6 +192,8 @@ def prepare(
     policy = policy or schedules.full()
     if drafter is not None:
         check_lossless(policy, drafter, float(np.max(sampler.temperature)))
+        if fuse_lm_head and policy.reads_target:
+            raise GenerationError(f"fuse_lm_head with policy {policy.name}: it reads the target's logits; leave it off")
     size = drafter.drafter.block_size if drafter else 0
     longest = max(len(i) for i in ids)
     most = int(budgets.max())
@@ -250,7 +255,7 @@ def prepare(
         ladder = tuple(widths or decode.default_widths(drafter.drafter, policy))
         if list(ladder) != sorted(set(ladder)) or ladder[-1] != size + 1:
             raise GenerationError(f"widths = {ladder}: use ascending widths that end at K + 1 = {size + 1}")
-        cycle = decode.Cycle(step, drafter.drafter, policy, ladder, verifier)
+        cycle = decode.Cycle(step, drafter.drafter, policy, ladder, verifier, fuse_lm_head)
         run = lambda state, n, settings=settings: decode.speculative_loop_jit(  # noqa: E731
             cycle, target.params, drafter.params, settings, state, n
         )

@@ -69,12 +69,7 @@ class TargetModel(nn.Module):
             values.append(jnp.transpose(v, (0, 2, 1, 3)))
         x = self.norm(x)
         by_token = lambda a: layers.to_tokens(a, self.layout).reshape(batch, size, -1)  # noqa: E731
-        if with_logits:
-            head = self.embed if self.config.tie_embeddings else self.head
-            logits = by_token(layers.linear(head, x, self.layout)).astype(jnp.float32)
-            logits = layers.soft_cap(logits, self.config.logit_softcap)
-        else:
-            logits = jnp.zeros((batch, size, 0), jnp.float32)
+        logits = by_token(self.logits(x)) if with_logits else jnp.zeros((batch, size, 0), jnp.float32)
         features = [by_token(taps[i]) for i in self.tapped_layers]
         return TargetOutput(
             logits=logits,
@@ -83,6 +78,11 @@ class TargetModel(nn.Module):
             block=BlockKV(keys=tuple(keys), values=tuple(values)),
             attention_spread=spread,
         )
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The LM head: normed activations of n tokens -> logits of n tokens in the same layout, float32."""
+        head = self.embed if self.config.tie_embeddings else self.head
+        return layers.soft_cap(layers.linear(head, x, self.layout).astype(jnp.float32), self.config.logit_softcap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,18 @@ class TargetStep:
     def __call__(self, params: Params, token_ids: jax.Array, cache: KVCache, with_logits: bool = True) -> TargetOutput:
         """Reads T tokens per row after the cache; see `TargetModel.__call__`."""
         return cast("TargetOutput", self.model.apply({"params": params}, token_ids, cache, with_logits))
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Applies the LM head to `TargetOutput.last_hidden`: [B, T, D] -> [B, T, V] float32."""
+        batch, size, width = hidden.shape
+        x = layers.from_tokens(hidden.reshape(batch * size, width), self.model.layout)
+        logits = cast("jax.Array", self.model.apply({"params": params}, x, method="logits"))
+        return layers.to_tokens(logits, self.model.layout).reshape(batch, size, -1)
+
+    def lm_head(self, params: Params) -> tuple[jax.Array, float]:
+        """Returns the LM head's weights [V, D] and the cap of its logits (0 = none)."""
+        config = self.model.config
+        return params["embed" if config.tie_embeddings else "head"], config.logit_softcap
 
 
 def init_params(model: TargetModel, seed: int) -> Params:

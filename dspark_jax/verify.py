@@ -7,11 +7,14 @@ the same without several passes over the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from dspark_jax import processors
 from dspark_jax.records import Draft, Sampler
+from pallas_kernels.lm_head_verify.api import lm_head_verify
 from pallas_kernels.verify import api, reference
 
 
@@ -59,3 +62,42 @@ def verify_block(
     cut = processors.cut(logits, sampler)
     temperature = sampler.temperature
     return api.verify(logits, draft, verify_len, temperature, accept_uniforms, commit_uniforms, verifier, cut)
+
+
+def verify_hidden(
+    hidden: jax.Array,
+    lm_head: tuple[jax.Array, float],
+    logits_of: Callable[[jax.Array], jax.Array],
+    draft: Draft,
+    verify_len: jax.Array,
+    sampler: Sampler,
+    tokens: jax.Array,
+    length: jax.Array,
+    accept_uniforms: jax.Array,
+    commit_uniforms: jax.Array,
+    verifier: str = "token",
+) -> tuple[jax.Array, jax.Array]:
+    """`verify_block` from what the LM head reads, so that logits need not exist in memory.
+
+    Batches with a row that uses more than a temperature compute them: where its processors cut is known from all
+    logits only.
+
+    Args:
+      hidden: [B, L+1, D].
+      lm_head: its weights [V, D], and the cap of the logits (0 = none).
+      logits_of: hidden -> logits [B, L+1, V], for those batches.
+      draft, verify_len, sampler, tokens, length, accept_uniforms, commit_uniforms, verifier: as of `verify_block`.
+
+    Returns:
+      as `verify_block`.
+    """
+    head, softcap = lm_head
+    uniforms = (accept_uniforms, commit_uniforms)
+
+    def plain(hidden):
+        return verify_block(logits_of(hidden), draft, verify_len, sampler, tokens, length, *uniforms, verifier=verifier)
+
+    def fused(hidden):
+        return lm_head_verify(hidden, head, draft, verify_len, sampler.temperature, *uniforms, verifier, softcap)
+
+    return jax.lax.cond(jnp.any(processors.beyond_temperature(sampler)), plain, fused, hidden)

@@ -36,6 +36,7 @@ class Method:
       policy: verify-length policy; None verifies whole blocks.
       verifier: "token" or "block".
       widths: ladder of verify widths; None takes `decode.default_widths`.
+      fuse_lm_head: verify without logits in memory (`generation.prepare`).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Method:
     policy: Policy | None = None
     verifier: str = "token"
     widths: tuple[int, ...] | None = None
+    fuse_lm_head: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,6 +54,7 @@ class Method:
             "policy": self.policy,
             "verifier": self.verifier,
             "widths": self.widths,
+            "fuse_lm_head": self.fuse_lm_head,
         }
 
 

@@ -99,7 +99,7 @@ def run(values: flags.FlagValues) -> tuple[dict[str, Any], list[exact.Check]]:
     target = inputs.load_target(recipe)
     prompts = [prompt for s in inputs.read_sets(values, target) for prompt in s.prompts]
     methods = [
-        exact.Method(f"{m.name} {verifier}", m.drafter, m.policy, verifier)
+        exact.Method(f"{m.name} {verifier}", m.drafter, m.policy, verifier, fuse_lm_head=recipe.decode.fuse_lm_head)
         for m in load_methods(target)
         if m.drafter is not None
         for verifier in values.verifiers

@@ -36,6 +36,7 @@ RULES = "rules"  # the part of draft and verify that is neither drafter nor targ
 
 _SLOT_STEP = 128  # the shared cache size is a multiple of this
 _WARM_UP_CYCLES = 4
+_REQUEST = ("top_k", "top_p", "min_p", "repetition_penalty", "verifier", "fuse_lm_head")  # of a call of `generate`
 _STAGE_PROMPTS, _STAGE_CYCLES = 3, 8  # prompts, and timed cycles of each, for the time split
 _RULE_REPEATS = 8  # rounds of scheduling and verification per timed cycle
 
@@ -51,6 +52,7 @@ class Settings:
       temperatures: every set is decoded at each of them; 0 = greedy.
       top_k, top_p, min_p, repetition_penalty: the other processors (`generation.prepare`), for all methods.
       verifier: "token" or "block".
+      fuse_lm_head: verify without logits in memory (`generation.prepare`).
       repeats: timed runs per prompt and method.
       seed: seed of the random streams.
       stages: also time draft, verify and commit on their own.
@@ -63,6 +65,7 @@ class Settings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     verifier: str = "token"
+    fuse_lm_head: bool = False
     repeats: int = 3
     seed: int = 0
     stages: bool = True
@@ -173,7 +176,7 @@ def run(
     options: dict[str, Any] = {
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
-        **{name: getattr(settings, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty", "verifier")},
+        **{name: getattr(settings, name) for name in _REQUEST},
         "cache_slots": shared_slots(sets, methods, settings.max_new_tokens),
     }
     for method in methods:
@@ -327,8 +330,11 @@ def _replayed(output: TargetOutput, token_ids: jax.Array, cache: Any, with_logit
 
 @jax.jit
 def _rules(cycle: decode.Cycle, settings: decode.RowSettings, state: decode.DecodeState, draft, uniforms, output):
-    """Schedules and verifies one block `_RULE_REPEATS` times in a loop, as a cycle does it: no dispatch between."""
-    replay = dataclasses.replace(cycle, target=_replayed)
+    """Schedules and verifies one block `_RULE_REPEATS` times in a loop, as a cycle does it: no dispatch between.
+
+    Verification starts from logits: where a cycle fuses it with the LM head, the two can't be told apart.
+    """
+    replay = dataclasses.replace(cycle, target=_replayed, fuse_lm_head=False)
 
     def body(_, carry):
         # Behind the barrier every round is new work to XLA, though nothing changes.
@@ -382,7 +388,8 @@ def _measure_stages(
     if policy.sees_acceptance:
         return None  # its cycle runs the target twice
     step = target.step(drafter.tapped_layers, with_attention_spread=policy.reads_target)
-    cycle = decode.Cycle(step, drafter, policy, decode.default_widths(drafter, policy), options["verifier"])
+    widths = decode.default_widths(drafter, policy)
+    cycle = decode.Cycle(step, drafter, policy, widths, options["verifier"], options["fuse_lm_head"])
     seconds, expected = [], []
     for prompt in prompts:
         session = _prepare(target, method, prompt, options)

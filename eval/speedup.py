@@ -69,7 +69,7 @@ def measure_everything(values: flags.FlagValues) -> tuple[dict[str, Any], list[m
     names = ("max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "verifier")
     decode = dataclasses.replace(recipe.decode, **{name: from_flag(name) for name in names})
     recipe = config.from_config_dict(config.to_config_dict(dataclasses.replace(recipe, decode=decode)))  # checks it
-    settings = dataclasses.replace(settings, **{name: getattr(decode, name) for name in names})
+    settings = dataclasses.replace(settings, **{name: getattr(decode, name) for name in (*names, "fuse_lm_head")})
     load_methods = inputs.read_methods(values, recipe)
     if values.prompts:
         text.read_prompts(values.prompts)  # a malformed line should not wait for the target

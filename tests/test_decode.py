@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dspark_jax
-from dspark_jax import decode, generation, processors, sampling
+from dspark_jax import decode, generation, processors, sampling, schedules
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, shared_weights
 from dspark_jax.generation import LoadedDrafter
@@ -309,6 +309,7 @@ OPTIONS = {  # options of the drafter, of the request
     "greedy drafts": ({"draft_sampling": "greedy"}, {"verifier": "block"}),
     "candidates": ({"candidates": 8}, {"verifier": "block"}),
     "one candidate": ({"candidates": 1}, {}),
+    "fused head": ({}, {"fuse_lm_head": True}),
 }
 
 
@@ -339,6 +340,23 @@ def test_greedy_is_autoregressive_with_every_option(tiny_target, tiny_prompts, m
         **options,
     )
     assert alone.token_ids == rows[1].token_ids
+
+
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_verification_from_hidden_states_draws_the_same_tokens(tiny_target, tiny_prompts, markov, verifier):
+    """Greedy beside sampled rows; a batch with more than temperatures has logits after all."""
+    options = {"drafter": markov, "verifier": verifier, "seed": 4}
+    for sampler in ({"temperature": [0.0, 1.0, 0.7, 1.3]}, {"temperature": 1.0, "top_k": [0, 5, 9, 3]}):
+        plain = run(tiny_target, tiny_prompts, **sampler, **options)
+        fused = run(tiny_target, tiny_prompts, **sampler, **options, fuse_lm_head=True)
+        assert [r.token_ids for r in fused] == [r.token_ids for r in plain]
+        assert [r.accepted_lengths for r in fused] == [r.accepted_lengths for r in plain]
+
+
+def test_a_fused_head_has_no_logits_for_a_policy(tiny_target, tiny_prompts, markov):
+    policy = schedules.context_complexity(base=0.3, coefficient=0.4, window=2)
+    with pytest.raises(generation.GenerationError, match="fuse_lm_head with policy context_complexity"):
+        run(tiny_target, tiny_prompts, drafter=markov, policy=policy, fuse_lm_head=True)
 
 
 @pytest.mark.parametrize("candidates", [0, 6])
