@@ -40,12 +40,21 @@ def smem_bytes(itemsize: int, tiles: Tiles) -> int:
 
 
 def stats(
-    logits: jax.Array, temperature: jax.Array, value: jax.Array, index: jax.Array, tiles: Tiles, interpret: Any = False
+    logits: jax.Array,
+    temperature: jax.Array,
+    value: jax.Array,
+    index: jax.Array,
+    tiles: Tiles,
+    interpret: Any = False,
+    span: int | None = None,
 ) -> TileStats:
-    """As `tpu.stats`; V is not less than a tile, and a row is a multiple of 16 bytes."""
+    """As `tpu.stats`; V is not less than a tile, and a row is a multiple of 16 bytes.
+
+    A block takes `span` tiles of a row (None: up to SPAN, fewer where few rows would leave processors idle).
+    """
     rows, vocab = logits.shape
     count = tiles.count(vocab)
-    span = min(SPAN, max(rows * count // 1024, 1))  # short spans where few rows would leave processors idle
+    span = span or min(SPAN, max(rows * count // 1024, 1))
     blocks = -(-count // span)
     stages = min(STAGES, span)
 
@@ -78,6 +87,7 @@ def stats(
             maximum_ref[row, tile] = maximum
             total_ref[row, tile] = jnp.sum(jnp.exp(x - shift))
             best_ref[row, tile] = jnp.min(jnp.where(x == maximum, ids, _LAST))
+            plgpu.commit_smem()  # the next copy comes after what was read here
             jax.lax.cond(i + stages < mine, lambda: fetch(i + stages), lambda: None)
 
     results = plgpu.kernel(

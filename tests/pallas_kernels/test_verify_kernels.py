@@ -104,6 +104,17 @@ def test_statistics_of_tiles(shape):
         np.testing.assert_allclose(found.mass, mass / mass.sum(-1, keepdims=True), rtol=2e-5, atol=1e-7)
 
 
+def test_mosaic_gpu_tiles_take_turns_in_shared_memory():
+    """More tiles to a block than it holds at a time, the last span shorter: slots are filled again, without races."""
+    logits = jax.random.normal(jax.random.key(0), (2, 2000)) * 3
+    per_row = jnp.asarray([1.0, 0.5]), jnp.full(2, -jnp.inf), jnp.zeros(2, jnp.int32)
+    tiles = Tiles(1, 256)
+    at_once, in_turn = (mosaic_gpu.stats(logits, *per_row, tiles, interpreter(), span) for span in (1, 6))
+    assert mosaic_gpu.STAGES < 6 < tiles.count(2000)
+    jax.tree.map(np.testing.assert_array_equal, at_once, in_turn)
+    assert_no_races()
+
+
 def run_both(inputs):
     cases = (
         ("tpu", Tiles(16, 128), True),
