@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 
 SEQUENTIAL_HEADS = ("none", "vanilla", "gated", "rnn")
-LOSS_KERNELS = ("reference", "auto", "tpu", "triton")
+LOSS_KERNELS = ("reference", "auto", "tpu", "mosaic_gpu", "triton")
 MATMUL_PRECISIONS = ("default", "bfloat16", "tensorfloat32", "float32")
 ANCHOR_LAYOUTS = ("anchor_predicts", "anchor_only")
 SPS_POLICIES = ("hardware_aware", "delayed", "global_maximum")  # they need a measured SPS table

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend as backends
 from pallas_kernels.backend import KernelError
-from pallas_kernels.linear_losses import reference, shapes, tpu, triton
+from pallas_kernels.linear_losses import mosaic_gpu, reference, shapes, tpu, triton
 
-_KERNELS = {"tpu": tpu.linear_losses, "triton": triton.linear_losses}
+_KERNELS = {"tpu": tpu.linear_losses, "mosaic_gpu": mosaic_gpu.linear_losses, "triton": triton.linear_losses}
 
 
 def linear_losses(
@@ -46,7 +46,7 @@ def linear_losses(
       w2: [V', R] of the same dtype as `code`, or None.
       softcap: bounds the base logits and the target's; 0 = no bound.
       backend: "auto", or a name of `backend.BACKENDS`.
-      interpret: run the kernel in an interpreter (tests).
+      interpret: run the kernel in an interpreter (tests); mosaic_gpu takes `InterpretGPUParams` alone.
 
     Returns:
       ce [n] and distance [n], float32.
@@ -78,7 +78,8 @@ def choose(
     """
     _check(hidden, target_hidden, head, log_normalizer, label, code, w2)
     rank = 0 if code is None else code.shape[1]
-    refuses = functools.partial(_refuses, hidden.shape[0], *head.shape, rank, head.dtype)
+    bias_dtype = None if w2 is None else w2.dtype
+    refuses = functools.partial(_refuses, hidden.shape[0], *head.shape, rank, head.dtype, bias_dtype=bias_dtype)
     return backends.select("linear_losses", tuple(_KERNELS), backend, bool(interpret), refuses, _probe)
 
 
@@ -108,19 +109,34 @@ def _check(hidden, target_hidden, head, log_normalizer, label, code, w2) -> None
             raise KernelError(f"code {code.dtype}, w2 {w2.dtype}: cast them to one dtype")
 
 
-def _refuses(count: int, vocab: int, width: int, rank: int, dtype: jnp.dtype, name: str) -> str:
+def _refuses(
+    count: int, vocab: int, width: int, rank: int, dtype: jnp.dtype, name: str, bias_dtype: jnp.dtype | None = None
+) -> str:
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"{dtype} (float32 and bfloat16 only)"
     if name == "tpu" and tpu.Tiles.for_shape(count, vocab, width, rank, dtype.itemsize) is None:
         return f"D = {width}, R = {rank} in {dtype}: not even the smallest tiles fit into VMEM"
+    if name == "mosaic_gpu":
+        return mosaic_gpu.refuses(vocab, width, rank, dtype, bias_dtype)
     if name == "triton" and rank > triton.MAX_RANK:
         return f"R = {rank} (at most {triton.MAX_RANK})"
     return ""
 
 
 def _probe(name: str) -> bool:
-    """Runs a small case with its gradient."""
-    arguments = shapes.inputs(shapes.SHAPES[0])
+    """Runs small cases with their gradients: one in float32 if the kernel takes it, one in bfloat16."""
+    for shape in shapes.PROBES:
+        dtype = jnp.dtype(shape.dtype)
+        if _refuses(shape.count, shape.vocab, shape.width, shape.rank, dtype, name):
+            continue
+        # In bfloat16 the gradients of the logits are rounded before their products, and the results after them.
+        if not _reproduces(name, shape, 1e-3 if dtype == jnp.float32 else 2**-6):
+            return False
+    return True
+
+
+def _reproduces(name: str, shape: shapes.Shape, tolerance: float) -> bool:
+    arguments = shapes.inputs(shape)
     trained = {key: arguments.pop(key) for key in ("hidden", "code", "w2")}
 
     def total(trained, run):
@@ -128,5 +144,5 @@ def _probe(name: str) -> bool:
         return ce.sum() + distance.sum()
 
     ours, expected = (jax.value_and_grad(total)(trained, run) for run in (_KERNELS[name], reference.linear_losses))
-    close = lambda a, b: jnp.max(jnp.abs(a - b)) <= 1e-3 * jnp.max(jnp.abs(b))  # noqa: E731
+    close = lambda a, b: jnp.max(jnp.abs(a - b)) <= tolerance * jnp.max(jnp.abs(b))  # noqa: E731
     return all(map(bool, jax.tree.leaves(jax.tree.map(close, ours, expected))))

@@ -52,17 +52,27 @@ class Outputs(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """A kernel's three passes.
+    """A kernel's passes.
 
     Attributes:
       forward: the results.
-      rows: float32 gradients of hidden [n, D] and code [n, R] (None without).
-      weight: float32 gradient of w2 [V', R]; not called without one.
+      backward: float32 gradients of hidden [n, D], code [n, R] and w2 [V', R] (None without).
     """
 
     forward: Callable[[Inputs], Outputs]
-    rows: Callable[[Inputs, RowGradient], tuple[jax.Array, jax.Array | None]]
-    weight: Callable[[Inputs, RowGradient], jax.Array]
+    backward: Callable[[Inputs, RowGradient], tuple[jax.Array, jax.Array | None, jax.Array | None]]
+
+
+def in_two_passes(
+    rows: Callable[[Inputs, RowGradient], tuple[jax.Array, jax.Array | None]],
+    weight: Callable[[Inputs, RowGradient], jax.Array],
+) -> Callable[[Inputs, RowGradient], tuple[jax.Array, jax.Array | None, jax.Array | None]]:
+    """Makes a backward pass of one for hidden and code and one for w2, which is not called without it."""
+
+    def backward(inputs: Inputs, row: RowGradient):
+        return *rows(inputs, row), None if inputs.w2 is None else weight(inputs, row)
+
+    return backward
 
 
 def run(
@@ -117,11 +127,10 @@ def _differentiable(passes: Passes) -> Callable[[Inputs], tuple[jax.Array, jax.A
             of_sign=cotangents[1],
             constant=at_label - cotangents[1] * outputs.agreement,
         )
-        d_hidden, d_code = passes.rows(inputs, row)
+        d_hidden, d_code, d_w2 = passes.backward(inputs, row)
         nothing = Inputs(None, None, None, None, None, None, None)  # pyright: ignore[reportArgumentType]
         gradients = nothing._replace(hidden=d_hidden.astype(inputs.hidden.dtype))
-        if d_code is not None and inputs.code is not None and inputs.w2 is not None:
-            d_w2 = passes.weight(inputs, row)
+        if d_code is not None and d_w2 is not None and inputs.code is not None and inputs.w2 is not None:
             gradients = gradients._replace(code=d_code.astype(inputs.code.dtype), w2=d_w2.astype(inputs.w2.dtype))
         return (gradients,)
 

@@ -40,8 +40,12 @@ SHAPES = (
     Shape("no sequential head", 16, 256, 32, 0),
     Shape("capped", 33, 200, 40, 16, softcap=3.0),
     Shape("bfloat16", 17, 272, 48, 16, dtype="bfloat16"),
+    Shape("two tiles of everything", 70, 304, 320, 64, softcap=3.0, dtype="bfloat16"),
     Shape("one position", 1, 130, 16, 1, lost=0.0),
 )
+
+# What a kernel has to reproduce on a device before it is used; with a sequential head.
+PROBES = (SHAPES[0], SHAPES[4])
 
 # A chunk of training, for lowering and bench.
 REAL = (

@@ -93,8 +93,13 @@ def probabilities(
 
 def distance_terms(q: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums over a tile of |q - p|, q sign(q - p) and p: [rows, 1] each."""
-    total = lambda x: jnp.sum(x, axis=1, keepdims=True)  # noqa: E731
-    return total(jnp.abs(q - p)), total(q * _sign(q, p)), total(p)
+    apart, agreed, weight = (jnp.sum(x, axis=1, keepdims=True) for x in differences(q, p))
+    return apart, agreed, weight
+
+
+def differences(q: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `distance_terms` sums up, entry by entry."""
+    return jnp.abs(q - p), q * _sign(q, p), p
 
 
 def logit_gradient(q: jax.Array, p: jax.Array, column: jax.Array, row: RowGradient) -> jax.Array:

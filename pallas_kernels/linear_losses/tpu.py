@@ -95,8 +95,10 @@ def linear_losses(
     options = {"softcap": softcap, "tiles": tiles, "interpret": interpret}
     passes = gradient.Passes(
         forward=functools.partial(_forward, **options),
-        rows=functools.partial(_row_gradients, **options),
-        weight=functools.partial(_weight_gradient, **options),
+        backward=gradient.in_two_passes(
+            rows=functools.partial(_row_gradients, **options),
+            weight=functools.partial(_weight_gradient, **options),
+        ),
     )
     return gradient.run(passes, tiles.rows, hidden, target_hidden, head, log_normalizer, label, code, w2)
 
