@@ -60,8 +60,8 @@ def smem_bytes(sides: int, numbers: int) -> int:
 
 def chunk_of(count: int, vocab: int) -> int:
     """Returns how many tokens the gradient of the logits of `count` positions is computed of at a time."""
-    pieces = pl.cdiv(vocab, max(CHUNK // count, VOCAB))
-    return min(pl.cdiv(pl.cdiv(vocab, pieces), VOCAB), vocab // VOCAB) * VOCAB
+    pieces = max(pl.cdiv(vocab, max(CHUNK // count, VOCAB)), 2 if vocab % VOCAB else 1)  # of whole tiles
+    return pl.cdiv(pl.cdiv(vocab, pieces), VOCAB) * VOCAB
 
 
 def linear_losses(
@@ -73,14 +73,13 @@ def linear_losses(
     code: jax.Array | None = None,
     w2: jax.Array | None = None,
     softcap: float = 0.0,
-    chunk: int | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Arguments and results as `api.linear_losses`; `chunk` is a multiple of 128, not more than V'."""
+    """Arguments and results as `api.linear_losses`."""
     options = {"softcap": softcap, "interpret": interpret}
     passes = gradient.Passes(
         forward=functools.partial(_forward, **options),
-        backward=functools.partial(_backward, chunk=chunk, **options),
+        backward=functools.partial(_backward, **options),
     )
     return gradient.run(passes, ROWS, hidden, target_hidden, head, log_normalizer, label, code, w2)
 
@@ -112,10 +111,10 @@ def _forward(inputs: Inputs, *, softcap: float, interpret: Any) -> Outputs:
 
 
 def _backward(
-    inputs: Inputs, row: RowGradient, *, chunk: int | None, softcap: float, interpret: Any
+    inputs: Inputs, row: RowGradient, *, softcap: float, interpret: Any
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     count, vocab = inputs.hidden.shape[0], inputs.head.shape[0]
-    size = chunk or chunk_of(count, vocab)
+    size = chunk_of(count, vocab)
     turned = _turned(inputs)
     outputs = 2 if softcap and inputs.code is not None else 1  # both are the same without a cap
     of_tile = [jax.ShapeDtypeStruct((size, count), inputs.head.dtype)] * outputs

@@ -18,6 +18,9 @@ bytes an entry:
   n = 896, V' = 12288, D = 576, R = 128, float32, t = 256, u = 512        0.88 GB plain, 0.56 GB fused
   n = 3584, V' = 151936, D = 2560, R = 256, bfloat16, t = 128, u = 512     44 GB plain,   84 GB fused
 
+`mosaic_gpu` has no sweep of its own for w2, but writes the gradient of the logits, chunk by chunk, and reads it for
+every product: 2 n V' s bytes, 4 n V' s with a sequential head, 5 n V' s with a cap, too, which makes it two gradients.
+
 So the kernels can pay where D is small, or where repeated reads are served by a cache, as on a GPU. What they save
 everywhere is memory: each of the arrays of the second case takes 2.2 GB.
 """

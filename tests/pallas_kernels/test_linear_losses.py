@@ -130,7 +130,7 @@ def test_an_exact_tie_has_no_gradient():
         assert np.abs(gradients["hidden"]).max() < 1e-6
 
 
-CAPPED = shapes.Shape("capped, with a head", 64 * 7, 262144, 2560, 256, softcap=30.0, dtype="bfloat16")
+CAPPED = shapes.Shape("capped, with a head", 64 * 7, 50264, 2560, 256, softcap=30.0, dtype="bfloat16")
 WIDE = [*(shape for shape in shapes.REAL if shape.dtype == "bfloat16"), CAPPED]
 
 
@@ -176,8 +176,11 @@ def test_a_block_of_mosaic_gpu_fits_and_chunks_are_whole_tiles():
         assert size <= shape.vocab
         assert size * shape.count <= mosaic_gpu.CHUNK + mosaic_gpu.VOCAB * shape.count
         assert -(-shape.vocab // size) * size < 1.01 * shape.vocab  # tokens that are computed twice
-    assert mosaic_gpu.chunk_of(128, 304) == 256
-    assert mosaic_gpu.chunk_of(2**20, 304) == 128
+    for vocab in range(128, 1024, 8):
+        for count in (64, 2**16, 2**17, 2**20):
+            size = mosaic_gpu.chunk_of(count, vocab)
+            assert size % mosaic_gpu.VOCAB == 0
+            assert size <= vocab
 
 
 def test_the_api_picks_and_refuses(monkeypatch):
