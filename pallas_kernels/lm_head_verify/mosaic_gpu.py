@@ -15,6 +15,7 @@ from pallas_kernels.verify.tiles import Tiles, TileStats
 
 STAGES = 4  # slices of the head that a block has in flight
 ROWS = 64  # a warpgroup's product has 64 rows
+LINES = 8  # rows of a swizzled tile in shared memory: copies begin at a multiple of it
 DEPTH = 64  # columns of the head that one product takes: 128 bytes of bfloat16, a swizzled line
 _INSIDE = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 _LAST = jnp.iinfo(jnp.int32).max
@@ -28,6 +29,8 @@ def refuses(vocab: int, width: int, dtype: Any) -> str:
         return f"a width of {width} is not a multiple of {DEPTH}"
     if vocab < 128:
         return f"a vocabulary of {vocab} tokens is less than a tile"
+    if vocab % LINES:
+        return f"a vocabulary of {vocab} tokens is not a multiple of {LINES}"
     return backend.no_wgmma()
 
 
@@ -46,7 +49,7 @@ def smem_bytes(tiles: Tiles) -> int:
 def stats(
     hidden: jax.Array, head: jax.Array, temperature: jax.Array, softcap: float, tiles: Tiles, interpret: Any = False
 ) -> TileStats:
-    """As `tpu.stats`; bfloat16, D is a multiple of 64, V not less than a tile."""
+    """As `tpu.stats`; bfloat16, D is a multiple of 64, V a multiple of 8 and not less than a tile."""
     (rows, width), vocab = hidden.shape, head.shape[0]
     padded, count, steps = -(-rows // tiles.rows) * tiles.rows, tiles.count(vocab), width // DEPTH
     # The head's rows are the product's, so that neither operand is turned around in shared memory.

@@ -21,7 +21,7 @@ CASES = [(name, True, shape) for name in ("tpu", "triton") for shape in SHAPES]
 CASES += [("tpu", RACES, SHAPES[1])]
 CASES += [
     ("mosaic_gpu", interpreter, SHAPES[3]),
-    ("mosaic_gpu", interpreter, Shape("72 rows, cap", 9, 7, 300, 320, dtype="bfloat16", softcap=3.0)),
+    ("mosaic_gpu", interpreter, Shape("72 rows, cap", 9, 7, 304, 320, dtype="bfloat16", softcap=3.0)),
 ]
 
 
@@ -43,7 +43,7 @@ def test_equals_the_reference(name, interpret, shape):
 @pytest.mark.parametrize("name", ["tpu", "mosaic_gpu", "triton"])
 def test_a_broken_row_adds_nothing(name):
     gpu = name == "mosaic_gpu"
-    inputs = shapes.inputs(Shape("", 4, 3, 300, 64, dtype="bfloat16") if gpu else Shape("", 4, 3, 300, 32))
+    inputs = shapes.inputs(Shape("", 4, 3, 304, 64, dtype="bfloat16") if gpu else Shape("", 4, 3, 300, 32))
     hidden = inputs["hidden"].at[0, 1].set(jnp.nan).at[1, 0].set(jnp.inf)
     inputs |= {"hidden": hidden, "verify_len": jnp.full(4, 3)}
     tiles, interpret = (None, interpreter()) if gpu else (Tiles(16, 128), True)
@@ -55,10 +55,19 @@ def test_a_broken_row_adds_nothing(name):
 
 @pytest.mark.parametrize("shape", [shape for shape in REAL if shape.batch in (1, 128)], ids=lambda shape: shape.name)
 def test_lowers_without_the_hardware(shape):
+    lower_stats(shape, ("tpu", "mosaic_gpu", "triton"))
+
+
+def test_mosaic_gpu_lowers_a_vocabulary_that_no_tile_divides():
+    lower_stats(Shape("", 1, 7, 50264, 768, dtype="bfloat16"), ("mosaic_gpu",))
+
+
+def lower_stats(shape, names):
     rows = shape.batch * (shape.size + 1)
     of = lambda dtype, *size: jax.ShapeDtypeStruct(size, dtype)  # noqa: E731
     arguments = of(shape.dtype, rows, shape.width), of(shape.dtype, shape.vocab, shape.width), of("float32", rows)
-    for name, module in (("tpu", tpu), ("mosaic_gpu", mosaic_gpu), ("triton", triton)):
+    for name in names:
+        module = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "triton": triton}[name]
         tiles = module.default_tiles(rows, shape.vocab, shape.width, 2)
         lower(functools.partial(module.stats, softcap=shape.softcap, tiles=tiles), name, *arguments)
 
@@ -70,6 +79,7 @@ def test_a_block_fits_a_gpu_processor_and_what_mosaic_gpu_refuses():
     assert "would round float32" in mosaic_gpu.refuses(300, 64, jnp.dtype("float32"))
     assert "not a multiple of 64" in mosaic_gpu.refuses(300, 100, jnp.dtype("bfloat16"))
     assert "less than a tile" in mosaic_gpu.refuses(100, 64, jnp.dtype("bfloat16"))
+    assert "50257 tokens is not a multiple of 8" in mosaic_gpu.refuses(50257, 64, jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("shape", REAL, ids=lambda shape: shape.name)
