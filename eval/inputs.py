@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import dspark_jax
-from dspark_jax import config, generation, schedules, sps, text
+from dspark_jax import commands, config, generation, schedules, sps, text
 from dspark_jax.checkpoints.drafter_formats import read_drafter_files
 from dspark_jax.checkpoints.load import is_hub_id
 from dspark_jax.checkpoints.target_files import CheckpointError
@@ -56,7 +55,7 @@ def new_flags(argv: Sequence[str]) -> flags.FlagValues:
     """Returns flag values of a command's own, not absl's global ones, with the flags that all commands here share."""
     v = flags.FlagValues()
     default = str(_HERE.parent / "configs" / "smollm2_demo.py")
-    with _config_errors():
+    with commands.config_errors():
         config_flags.DEFINE_config_file("config", default, "Recipe.", flag_values=v, sys_argv=list(argv))
     flags.DEFINE_string("drafter", None, "Folder of a trained drafter, or folder or hub id of a published one.", v)
     flags.DEFINE_string("prompts", None, "JSONL file of prompts, the set 'file'.", v)
@@ -81,22 +80,11 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
     Raises:
       ConfigError: an unknown config field or argument, or a number that is too small.
     """
-    with _config_errors():
+    with commands.config_errors():
         unexpected = values(list(argv))[1:]
     if unexpected:
         raise config.ConfigError(f"unexpected argument {unexpected[0]!r}: every option is a --flag")
     at_least_one(values, "num_prompts", "max_new_tokens", "lookup_block_size")
-
-
-@contextlib.contextmanager
-def _config_errors() -> Iterator[None]:
-    """Turns what the config flag raises into an error that names it."""
-    try:
-        yield
-    except (AttributeError, KeyError) as error:
-        raise config.ConfigError(f"--config: there is no such field: {error.args[0]}") from error
-    except OSError as error:
-        raise config.ConfigError(f"--config: {error}") from error
 
 
 def at_least_one(values: flags.FlagValues, *names: str) -> None:

@@ -14,6 +14,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,24 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tqdm
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
 import dspark_jax
+from dspark_jax import commands
 from dspark_jax import config as config_lib
 from dspark_jax.checkpoints import orbax_drafter
 from dspark_jax.checkpoints.target_files import CheckpointError
 from dspark_jax.config import ConfigError, DrafterConfig, RecipeConfig
 from dspark_jax.drafters.dspark import DSparkDrafter, DSparkModel, SharedWeights, shared_weights
-from dspark_jax.generation import GenerationError
 from dspark_jax.loading import Target
-from dspark_jax.text import TextError
 from dspark_jax.text_stats import is_loop
 from train import data, draft_vocab, losses, make_data, optimizer, starts, step
 from train.metrics import MetricsWriter
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Recipe to run, a file of configs/.")
-_RESUME = flags.DEFINE_bool("resume", False, "Continue the run in config.out.")
-
 RECIPE_FILE = "recipe.json"
 # Fields that don't change what a run computes: they may differ when it resumes.
 FREE_FIELDS = ("out", "decode", "train.eval_every", "train.eval_prompts", "train.eval_new_tokens", "train.log_every")
-KNOWN_ERRORS = (CheckpointError, ConfigError, TextError, GenerationError, data.DataError)
 
 
 def say(message: str) -> None:
@@ -271,19 +267,31 @@ def restore(checkpoints: ocp.CheckpointManager, state: step.TrainState) -> step.
     )
 
 
-def main(argv: list[str]) -> None:
-    """Command line entry."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}; overrides look like --config.train.steps=10")
-    if _CONFIG.value is None:
-        raise app.UsageError("--config is missing: name a recipe, such as --config configs/smollm2_demo.py")
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line and returns the exit code."""
+    return commands.run("train.distill", lambda: _distill(argv), data.DataError)
+
+
+def _distill(argv: Sequence[str]) -> None:
+    v = flags.FlagValues()
+    with commands.config_errors():
+        config_flags.DEFINE_config_file(
+            "config", None, "Recipe to run, a file of configs/.", flag_values=v, sys_argv=list(argv)
+        )
+        flags.DEFINE_bool("resume", False, "Continue the run in config.out.", v)
+        rest = commands.read_flags(v, argv)
+    if v.help:
+        print(f"{__doc__}\n{v.get_help()}")
+        return
+    if rest:
+        raise ConfigError(f"unexpected argument {rest[0]!r}; overrides look like --config.train.steps=10")
+    if v.config is None:
+        raise ConfigError("--config is missing: name a recipe, such as --config configs/smollm2_demo.py")
     logging.set_verbosity(logging.WARNING)  # Orbax reports every file it writes
-    try:
-        run(config_lib.from_config_dict(_CONFIG.value), _RESUME.value)
-    except KNOWN_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with commands.config_errors():
+        values = v.config.to_dict()
+    run(config_lib.from_config_dict(values), v.resume)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main(sys.argv))

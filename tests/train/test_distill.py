@@ -221,7 +221,9 @@ def test_folder_without_drafter_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("--config.train.stepz=3", "stepz"),
+        ("--config.train.stepz=3", "train.distill: --config: there is no such field: 'stepz' Did you mean"),
+        ("--config.target.dtype=x", "train.distill: --config: an override goes below a plain value"),
+        ("steps=3", "unexpected argument 'steps=3'"),
         ("--config.train.steps=0", r"config.train.steps = 0: use 1 or more"),
         ("--config.decode.temperature=-1.0", "config.decode.temperature = -1.0: use 0 or more"),
     ],
@@ -232,6 +234,7 @@ def test_command_refuses_bad_fields(tmp_path, extra, message):
     )
     assert done.returncode != 0
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
