@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend as backends
-from pallas_kernels.block_attention import reference, shapes, tpu, triton
+from pallas_kernels.block_attention import mosaic_gpu, reference, shapes, tpu, triton
 
-KERNELS = {"tpu": tpu.block_attention, "triton": triton.block_attention}
+KERNELS = {
+    "tpu": tpu.block_attention,
+    "mosaic_gpu": mosaic_gpu.block_attention,
+    "triton": triton.block_attention,
+}
 _VMEM_BYTES = 12 << 20  # of the 16 MiB that the compiler may use by default
 _DTYPES = ("float32", "bfloat16")
 
@@ -43,7 +47,8 @@ def block_attention(
       block_values: [B, J, G, H].
       scale: scores are multiplied by it; None = H ** -0.5.
       backend: "auto" or a name of `pallas_kernels.backend.BACKENDS`.
-      interpret: interpret the kernel, on any platform.
+      interpret: interpret the kernel (True, or parameters of the interpreter for its platform), on any platform;
+        mosaic_gpu takes `InterpretGPUParams` alone.
 
     Returns:
       [B, K, N, H] in the queries' dtype.
@@ -98,6 +103,8 @@ def implementation(
                 return f"head dimension {dim}, not a multiple of 64"
             if tpu.vmem_bytes(tpu.Tiles.for_shape(slots, dim, dtype), rows, own, dim, dtype) > _VMEM_BYTES:
                 return f"{rows} queries of {dim} per group are too many"
+        if name == "mosaic_gpu":
+            return mosaic_gpu.refuses(own, slots, dim, dtype)
         if name == "triton":
             if dim < 16 or dim & (dim - 1):
                 return f"head dimension {dim}, not a power of two of at least 16"
@@ -140,10 +147,15 @@ def _with_gradient(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _probe(name: str) -> bool:
-    """Runs a kernel in both dtypes: several tiles, rows that see nothing and all, a cache that no tile divides."""
-    for dim, dtype, tolerance in ((128, "bfloat16", 3e-2), (64, "float32", 1e-4)):  # bfloat16: rounded weights
+    """Runs a kernel in its dtypes: several tiles, rows that see nothing and all, a cache that no tile divides, NaN."""
+    cases = [(128, "bfloat16", 3e-2)]  # bfloat16: rounded weights
+    cases.append((256, "bfloat16", 3e-2) if name == "mosaic_gpu" else (64, "float32", 1e-4))
+    for dim, dtype, tolerance in cases:
         shape = shapes.Shape(batch=3, size=7, heads=4, groups=1, dim=dim, slots=1100, dtype=dtype)
         arguments = {**shapes.inputs(shape), "scale": dim**-0.5}
+        seen = jnp.arange(shape.slots)[:, None] < arguments["visible"][:, None, None, None]
+        for part in ("context_keys", "context_values"):
+            arguments[part] = jnp.where(seen, arguments[part], jnp.nan)
         ours, plain = KERNELS[name](**arguments), reference.block_attention(**arguments)
         # Written so that NaN fails.
         if not jnp.abs(ours.astype(jnp.float32) - plain.astype(jnp.float32)).max() < tolerance:
