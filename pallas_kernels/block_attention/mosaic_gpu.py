@@ -1,8 +1,8 @@
 """Block attention for Mosaic GPU (Hopper): matrix products of a warpgroup, the cache streams in ahead of them.
 
-One block of threads per row, group, 64 queries and split of the cache. The tokens of the drafted block are tile 0, tiles
-of the cache that the row needs follow, and splits take equal shares of them (Flash-Decoding, Dao et al., 2023); the
-shares meet in plain jax. Scores, weights and sums never leave registers.
+One block of threads per row, group, 64 queries and split of the cache. The tokens of the drafted block are tile 0, the
+tiles of the cache that the row needs follow, and splits take equal shares of them (Flash-Decoding, Dao et al., 2023);
+the shares meet in plain jax. Scores, weights and sums never leave registers.
 """
 
 from __future__ import annotations
@@ -185,9 +185,7 @@ def block_attention(
         ],
         grid=(batch, groups, splits, parts),
         grid_names=("row", "group", "split", "part"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         kernel_name="block_attention",
     )(
