@@ -25,7 +25,8 @@ _WIDEST = 256  # columns of a product, and half of a thread's registers
 _LINES = 8  # shared memory is swizzled by eight lines
 _PROGRAMS = 264  # two per multiprocessor of a Hopper
 _SPLIT_SLOTS = 128  # a split of fewer slots is not worth what combining costs
-_HALF, _WHOLE = 112 * 1024, 226 * 1024  # shared memory of a block of which a multiprocessor takes two, or one
+_SMEM = (112 * 1024, 227 * 1024)  # of a block of which a multiprocessor takes two, or one
+_ALIGNED = 1024  # where a buffer in shared memory begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +52,14 @@ class Tiles:
           dim: H.
         """
         splits = max(min(_PROGRAMS // (pairs * pl.cdiv(rows, ROWS)), slots // _SPLIT_SLOTS), 1)
-        fitting = [stages for stages in (4, 3, 2) if smem_bytes(cls(splits, stages), dim) <= _HALF]
-        return cls(splits, fitting[0] if fitting else 2)
+        choices = [cls(splits, stages) for stages in (4, 3, 2)]
+        return next(tiles for limit in _SMEM for tiles in choices if smem_bytes(tiles, dim) <= limit)
 
 
 def smem_bytes(tiles: Tiles, dim: int) -> int:
     """Returns the shared memory of a block: queries, tiles in flight, a number per row, barriers, scratch."""
-    elements = ROWS * dim + tiles.stages * 2 * SLOTS * dim
-    return elements * 2 + ROWS * 4 + (tiles.stages + 1) * 8 + plgpu.CompilerParams().reduction_scratch_bytes
+    elements, numbers = ROWS * dim + tiles.stages * 2 * SLOTS * dim, _ALIGNED
+    return elements * 2 + numbers + (tiles.stages + 1) * 8 + plgpu.CompilerParams().reduction_scratch_bytes
 
 
 def refuses(own: int, slots: int, dim: int, dtype: Any) -> str:
