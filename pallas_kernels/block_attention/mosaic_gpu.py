@@ -216,7 +216,8 @@ def _add_product(acc: jax.Array, left: Any, right: Any, transposed: bool, interp
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, left, plgpu.transpose_ref(right, (1, 0)) if transposed else right)
 
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+    accumulator: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+    return pl.run_state(multiply)(accumulator)
 
 
 def _between(begin: jax.Array, end: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
