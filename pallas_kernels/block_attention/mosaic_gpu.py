@@ -70,8 +70,8 @@ def refuses(own: int, slots: int, dim: int, dtype: Any) -> str:
         return f"head dimension {dim}, not a multiple of 64 of at most {_WIDEST}"
     if own > SLOTS:
         return f"a block of {own} tokens is more than a tile of {SLOTS}"
-    if slots < SLOTS:
-        return f"a cache of {slots} slots is less than a tile of {SLOTS}"
+    if slots % _LINES or slots < SLOTS:
+        return f"a cache of {slots} slots, not a multiple of {_LINES} of at least {SLOTS}"
     return backend.no_wgmma()
 
 
@@ -93,7 +93,7 @@ def block_attention(
     Args:
       queries, context_keys, context_values, visible, block_keys, block_values, scale: as of the api; bfloat16.
       tiles: how the work is cut; None = `Tiles.for_shape`.
-      interpret: parameters of the interpreter: run on any platform.
+      interpret: parameters of the interpreter: run on any platform; its copies read behind the end of a cache.
 
     Returns:
       [B, K, N, H].
@@ -115,11 +115,8 @@ def block_attention(
         first = split * share
         mine = jnp.minimum(needed - first, share)
 
-        def start_of(t):  # the last tile of a cache begins early rather than to end behind it
-            return jnp.minimum((t - 1) * SLOTS, slots - SLOTS)
-
-        def fetch(i):
-            slot, source = jax.lax.rem(i, stages), (b, g, pl.ds(start_of(first + i), SLOTS))
+        def fetch(i):  # what lies behind the end of a cache is 0
+            slot, source = jax.lax.rem(i, stages), (b, g, pl.ds((first + i - 1) * SLOTS, SLOTS))
             plgpu.copy_gmem_to_smem(keys.at[source], k_ref.at[slot], arrived.at[slot])
             plgpu.copy_gmem_to_smem(values.at[source], v_ref.at[slot], arrived.at[slot])
 
@@ -138,10 +135,8 @@ def block_attention(
         def step(i, seen):
             acc, top, total = seen
             t, slot = first + i, jax.lax.rem(i, stages)
-            # Lines of the tile that are seen. What earlier tiles had is left out where the last one begins early.
-            begin = jnp.where(t == 0, 0, (t - 1) * SLOTS - start_of(t))
-            end = jnp.where(t == 0, own, jnp.minimum(length - start_of(t), SLOTS))
-            inside = lambda shape, axis: _between(begin, end, shape, axis)  # noqa: E731
+            count = jnp.where(t == 0, own, length - (t - 1) * SLOTS)  # lines of the tile that are seen, or more
+            inside = lambda shape, axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis) < count  # noqa: E731
             plgpu.barrier_wait(arrived.at[slot])
 
             @pl.when((t == 0) | (t == needed - 1))
@@ -218,11 +213,6 @@ def _add_product(acc: jax.Array, left: Any, right: Any, transposed: bool, interp
 
     accumulator: Any = plgpu.WGMMAAccumulatorRef.init(acc)
     return pl.run_state(multiply)(accumulator)
-
-
-def _between(begin: jax.Array, end: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    ids = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    return (ids >= begin) & (ids < end)
 
 
 def _wide(column: jax.Array, width: int) -> jax.Array:

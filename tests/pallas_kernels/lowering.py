@@ -32,7 +32,7 @@ def lower(function, name: str, *args, **kwargs) -> export.Exported:
 
 
 @functools.cache
-def interpreter() -> Any:
+def interpreter(**options) -> Any:
     """Returns what `interpret` of a Mosaic GPU kernel takes; skips the test where this jax does not offer it."""
     params = getattr(plgpu, "InterpretGPUParams", None)  # public since jax 0.12
     if params is None:
@@ -40,7 +40,7 @@ def interpreter() -> Any:
             from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
         except ImportError:
             pytest.skip(f"jax {jax.__version__} has no interpreter of Mosaic GPU kernels where it was looked for")
-    return params(detect_races=True)
+    return params(detect_races=True, **options)
 
 
 def assert_no_races() -> None:
