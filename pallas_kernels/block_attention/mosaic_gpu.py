@@ -100,11 +100,11 @@ def block_attention(
     """
     batch, size, heads, dim = queries.shape
     groups, slots = context_keys.shape[1:3]
-    own, count = block_keys.shape[1], size * heads // groups
-    tiles = tiles or Tiles.for_shape(batch * groups, count, slots, dim)
+    own, real_rows = block_keys.shape[1], size * heads // groups
+    tiles = tiles or Tiles.for_shape(batch * groups, real_rows, slots, dim)
     stages, splits = tiles.stages, tiles.splits
-    rows = min(_up(count), ROWS)  # what is copied; the other rows of a product are never looked at
-    parts = pl.cdiv(count, rows)
+    rows = min(_up(real_rows), ROWS)  # what is copied; the other rows of a product are never looked at
+    parts = pl.cdiv(real_rows, rows)
 
     def kernel(visible_ref, q, keys, values, own_keys, own_values, mixed, weight, *scratch):
         q_ref, k_ref, v_ref, weight_ref, arrived, q_arrived = scratch
