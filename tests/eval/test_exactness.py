@@ -79,6 +79,14 @@ def drafter(target) -> LoadedDrafter:
     return LoadedDrafter(DSparkDrafter(model, SIZE), {"model": params, "shared": shared}, "dspark")
 
 
+@pytest.fixture
+def quickly():
+    """As `quick_compile`, for the tests here that run what they compile for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def distributions(target):
     return [exact.pair_distribution(target, PROMPT, sampler, 12) for sampler in SAMPLERS]
@@ -175,6 +183,7 @@ def test_holm_rejects_what_is_small_enough_for_their_number():
     assert [c.passed for c in exact.judge(checks, 0.01)] == [True, True, False, False]
 
 
+@pytest.mark.usefixtures("quickly")
 def test_cache_and_batch_checks(target, drafter):
     method = exact.Method("full token", drafter)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [11]]
@@ -187,6 +196,7 @@ def test_cache_and_batch_checks(target, drafter):
     assert 0 < check.statistic < 1e-4  # rounding, and something was compared
 
 
+@pytest.mark.usefixtures("quickly")
 def test_greedy_check_reports_the_margin_where_texts_part(target, drafter):
     prompts = [[1, 2, 3], [4]]
     right = [row.token_ids for row in dspark_jax.generate(target, prompts, max_new_tokens=12).rows]
@@ -205,6 +215,7 @@ def command(capsys, *extra):
     return code, capsys.readouterr()
 
 
+@pytest.mark.usefixtures("quickly")
 def test_command(capsys):
     few = ["--num_prompts=2", "--samples=300", "--rows=300", "--max_new_tokens=8", "--lookup_block_size=1"]
     code, output = command(capsys, *few, "--verifiers=block", "--checks=greedy,sampled,cache", "--batches=2")
