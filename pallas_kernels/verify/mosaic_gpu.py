@@ -97,8 +97,8 @@ def stats(
             plgpu.SMEM((stages, tiles.vocab), logits.dtype),
             plgpu.Barrier(num_barriers=stages),
         ],
-        grid=(rows, blocks),
-        grid_names=("row", "block"),
+        grid=(blocks, rows),  # the last axis is the one that CUDA lets have more than 65,535 blocks
+        grid_names=("block", "row"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         kernel_name="verify_stats",

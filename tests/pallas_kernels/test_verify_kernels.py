@@ -14,7 +14,7 @@ from pallas_kernels import backend
 from pallas_kernels.backend import KernelError
 from pallas_kernels.bench import has_kernel
 from pallas_kernels.verify import api, mosaic_gpu, reference, shapes, tpu, triton
-from pallas_kernels.verify.shapes import REAL, SHAPES, Drafted, Shape
+from pallas_kernels.verify.shapes import PROBES, REAL, SHAPES, Drafted, Shape
 from pallas_kernels.verify.tiles import Tiles
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -219,10 +219,18 @@ def test_lowers_without_the_hardware(shape):
 
 
 @pytest.mark.parametrize("name", ["tpu", "mosaic_gpu"])
-def test_the_whole_op_lowers(name):
-    inputs = shapes.inputs(Shape("", 2, 3, 5000, q="list", verifier="block"))
+@pytest.mark.parametrize("shape", [Shape("", 2, 3, 5000, q="list", verifier="block"), *PROBES], ids=lambda s: s.name)
+def test_the_whole_op_lowers(name, shape):
+    inputs = shapes.inputs(shape)
     static = {"verifier": inputs.pop("verifier"), "backend": name}
     lower(functools.partial(api.verify, **static), name, **inputs)
+
+
+def test_mosaic_gpu_has_rows_on_the_axis_of_a_grid_that_may_be_long():
+    of = lambda dtype, *size: jax.ShapeDtypeStruct(size, dtype)  # noqa: E731
+    arguments = of("bfloat16", 2**17, 49152), of("float32", 2**17), of("float32", 2**17), of("int32", 2**17)
+    function = functools.partial(mosaic_gpu.stats, tiles=mosaic_gpu.default_tiles(2**17, 49152))
+    assert "Mesh(grid=(2, 131072)" in str(jax.make_jaxpr(function)(*arguments))
 
 
 @pytest.mark.parametrize("shape", REAL, ids=lambda s: s.name)
