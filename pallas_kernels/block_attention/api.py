@@ -104,7 +104,7 @@ def implementation(
             if tpu.vmem_bytes(tpu.Tiles.for_shape(slots, dim, dtype), rows, own, dim, dtype) > _VMEM_BYTES:
                 return f"{rows} queries of {dim} per group are too many"
         if name == "mosaic_gpu":
-            return mosaic_gpu.refuses(own, slots, dim, dtype)
+            return mosaic_gpu.refuses(batch * groups, own, slots, dim, dtype)
         if name == "triton":
             if dim < 16 or dim & (dim - 1):
                 return f"head dimension {dim}, not a power of two of at least 16"

@@ -27,6 +27,7 @@ _PROGRAMS = 264  # two per multiprocessor of a Hopper
 _SPLIT_SLOTS = 128  # a split of fewer slots is not worth what combining costs
 _SMEM = (112 * 1024, 227 * 1024)  # of a block of which a multiprocessor takes two, or one
 _ALIGNED = 1024  # where a buffer in shared memory begins
+_PAIRS = 65_535  # rows times groups: what CUDA launches along an axis that is not a grid's first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +63,8 @@ def smem_bytes(tiles: Tiles, dim: int) -> int:
     return elements * 2 + numbers + (tiles.stages + 1) * 8 + plgpu.CompilerParams().reduction_scratch_bytes
 
 
-def refuses(own: int, slots: int, dim: int, dtype: Any) -> str:
-    """Says why blocks of J tokens over caches of S slots of H numbers can't be taken, "" if they can."""
+def refuses(pairs: int, own: int, slots: int, dim: int, dtype: Any) -> str:
+    """Says why B G pairs of blocks of J tokens and caches of S slots of H numbers can't be taken, "" if they can."""
     if dtype != jnp.bfloat16:
         return f"dtype {dtype}: products of a warpgroup would round float32"
     if dim % 64 or dim > _WIDEST:
@@ -72,6 +73,8 @@ def refuses(own: int, slots: int, dim: int, dtype: Any) -> str:
         return f"a block of {own} tokens is more than a tile of {SLOTS}"
     if slots % _LINES or slots < SLOTS:
         return f"a cache of {slots} slots, not a multiple of {_LINES} of at least {SLOTS}"
+    if pairs > _PAIRS:
+        return f"{pairs} rows times groups, more than the {_PAIRS} that one launch takes"
     return backend.no_wgmma()
 
 

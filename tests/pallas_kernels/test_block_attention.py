@@ -160,7 +160,8 @@ def test_real_sizes_fit():
         shared = triton.Tiles.for_shape(shape.batch * shape.groups, queries, shape.slots, shape.dim, shape.dtype)
         assert shared.slots, shape
         if shape.dtype != "float32":
-            assert not mosaic_gpu.refuses(shape.size, shape.slots, shape.dim, jnp.dtype(shape.dtype))
+            pairs, dtype = shape.batch * shape.groups, jnp.dtype(shape.dtype)
+            assert not mosaic_gpu.refuses(pairs, shape.size, shape.slots, shape.dim, dtype)
         hopper = mosaic_gpu.Tiles.for_shape(shape.batch * shape.groups, queries, shape.slots, shape.dim)
         assert mosaic_gpu.smem_bytes(hopper, shape.dim) <= HOPPER_SMEM
 
@@ -190,6 +191,7 @@ def test_the_probe_passes(name, monkeypatch):
         ({"size": 65}, "mosaic_gpu", "a block of 65 tokens"),
         ({"slots": 100}, "mosaic_gpu", "a cache of 100 slots"),
         ({"slots": 56}, "mosaic_gpu", "a cache of 56 slots"),
+        ({"batch": 2**14, "groups": 4}, "mosaic_gpu", "65536 rows times groups"),
     ],
 )
 def test_what_a_kernel_refuses_the_reference_does(changes, name, words):
