@@ -41,8 +41,11 @@ def default_tiles(rows: int, vocab: int, width: int, itemsize: int) -> Tiles:
 
 
 def smem_bytes(tiles: Tiles) -> int:
-    """Returns the shared memory of a block: slices in flight, numbers per row, barriers, scratch of reductions."""
-    slices, numbers = STAGES * (tiles.rows + tiles.vocab) * DEPTH * 2, 4 * tiles.rows * 4
+    """Returns the shared memory of a block: slices in flight, numbers per row, barriers, scratch of reductions.
+
+    Each array of numbers is aligned to 1024 bytes.
+    """
+    slices, numbers = STAGES * (tiles.rows + tiles.vocab) * DEPTH * 2, 4 * 1024
     return slices + numbers + (STAGES + 1) * 8 + plgpu.CompilerParams().reduction_scratch_bytes
 
 
