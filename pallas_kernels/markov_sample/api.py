@@ -127,12 +127,7 @@ def pick(
 def _probe(name: str) -> bool:
     """Compares a kernel with the reference: every form it has, on a head that uses all it knows."""
     kernel = _KERNELS[name].markov_sample
-    cases = [shapes.Shape("rnn", 2, 2, 512, 128, 128, 384, candidates=256)]
-    if name == "tpu":
-        cases.append(shapes.Shape("rnn", 2, 2, 2048, 128, 128, 1280, dtype="bfloat16"))
-    if name == "mosaic_gpu":
-        cases.append(shapes.Shape("vanilla", 2, 2, 512, 256, 128, 384, candidates=200, dtype="bfloat16"))
-    for case in cases:
+    for case in shapes.PROBES[name]:
         arguments = shapes.inputs(case)
         tokens, logits = jax.jit(lambda arguments, kind=case.kind: kernel(**arguments, kind=kind))(
             {name: value for name, value in arguments.items() if name != "kind"}

@@ -58,6 +58,14 @@ REAL = (
     Shape("none", 8, 7, 151936, 256, 4096, 32000, candidates=256),
 )
 
+# What a kernel has to reproduce on a device before it is used: every form that it has.
+_LIST = Shape("rnn", 2, 2, 512, 128, 128, 384, candidates=256)
+PROBES = {
+    "tpu": (_LIST, Shape("rnn", 2, 2, 2048, 128, 128, 1280, dtype="bfloat16")),
+    "mosaic_gpu": (_LIST, Shape("vanilla", 2, 2, 512, 256, 128, 384, candidates=200, dtype="bfloat16")),
+    "triton": (_LIST,),
+}
+
 
 def inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
     """Returns arguments of `api.markov_sample`: random, every third row greedy."""

@@ -138,7 +138,7 @@ WIDE = [*(shape for shape in shapes.REAL if shape.dtype == "bfloat16"), CAPPED]
     ("platform", "shape"),
     [
         *((platform, shape) for platform in ("tpu", "triton") for shape in shapes.REAL),
-        *(("mosaic_gpu", shape) for shape in WIDE),
+        *(("mosaic_gpu", shape) for shape in (*WIDE, shapes.PROBES[1])),
     ],
     ids=lambda x: getattr(x, "name", x),
 )

@@ -156,6 +156,13 @@ def test_real_sizes_lower_and_fit(shape):
         assert exported.out_avals[1].shape == (shape.batch, shape.steps, size)
 
 
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for name in shapes.PROBES for shape in shapes.PROBES[name]])
+def test_probes_lower(name, shape):
+    arguments = {name: value for name, value in shapes.inputs(shape).items() if name != "kind"}
+    module = {"tpu": tpu, "mosaic_gpu": mosaic_gpu, "triton": triton}[name]
+    lower(functools.partial(module.markov_sample, kind=shape.kind), name, **arguments)
+
+
 def test_shapes_that_kernels_refuse():
     assert "not a multiple of 8" in tpu.refuses("vanilla", 1, 256, True, 16, 1001, 4)
     assert "8 MiB" in tpu.refuses("none", 64, 151936, False, 0, 0, 4)
