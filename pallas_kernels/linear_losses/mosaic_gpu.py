@@ -266,8 +266,10 @@ def _sweep(
 
         for source, ref in zip(number_refs, known_refs):
             plgpu.copy_gmem_to_smem(source.at[here], ref, numbers_arrived, oob_mode=_INSIDE)
+        # First: the compiler would keep halves of the cap's work in registers, and spill them, while this multiplies.
+        added = products(bias_refs[:1], bias_refs[1], bias_arrived) if bias else ()
         base, *target = (tile.capped(x, softcap) for x in products(position_refs, head_ref, arrived))
-        logits = base + products(bias_refs[:1], bias_refs[1], bias_arrived)[0] if bias else base
+        logits = base + added[0] if added else base
         ids = start + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
         ids = jnp.where(ids < jnp.maximum(span_ref[1], first), -2, ids)
         plgpu.barrier_wait(numbers_arrived)
