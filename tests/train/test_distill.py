@@ -185,6 +185,17 @@ def test_interrupted_data_continues(finished, tmp_path):
     np.testing.assert_array_equal(before["features"], after["features"])
 
 
+def test_a_run_from_before_a_field_was_added_is_the_same_run(tmp_path):
+    recipe = recipe_in(tmp_path, pack=False)
+    distill.claim_folder(recipe, resume=False)
+    stored = json.loads((tmp_path / "recipe.json").read_text())
+    del stored["train"]["pack"]
+    (tmp_path / "recipe.json").write_text(json.dumps(stored))
+    distill.claim_folder(recipe, resume=True)
+    with pytest.raises(ConfigError, match=r"another train\.pack"):
+        distill.claim_folder(recipe_in(tmp_path, pack=True), resume=True)
+
+
 def test_folder_of_another_run_is_refused(finished):
     with pytest.raises(ConfigError, match="holds a run already; pass --resume"):
         distill.run(recipe_in(finished), resume=False)
