@@ -20,8 +20,8 @@ from train import anchors, losses, step
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 HEADS = ["vanilla", "gated", "rnn", "dflash", "gemma4"]
-# dflash has no confidence, gemma4 one trace
-TRACES = [(h, t) for h in HEADS for t in ("0.0", "0.2") if t == "0.0" or h not in ("dflash", "gemma4")]
+# Thresholds of the traces: dflash has no confidence, gemma4 one trace.
+TRACES = {head: ("0.0",) if head in ("dflash", "gemma4") else ("0.0", "0.2") for head in HEADS}
 SLOTS = 128
 
 
@@ -38,7 +38,7 @@ def load(golden, head):
 
 def test_every_trace_is_compared(golden):
     paths = [p for p in golden.glob("draft_*/greedy_*.json") if "eagle3" not in p.parent.name]  # a test of its own
-    expected = {(folder_of(golden, head).name, threshold) for head, threshold in TRACES}
+    expected = {(folder_of(golden, head).name, threshold) for head, those in TRACES.items() for threshold in those}
     assert {(p.parent.name, p.stem[-3:]) for p in paths} == expected
 
 
@@ -129,22 +129,28 @@ def targets(golden):
     return {name: read(f"target_{name}") for name in ("qwen3", "gemma4")}
 
 
-@pytest.mark.parametrize(("head", "threshold"), TRACES)
-def test_greedy_trace(golden, targets, head, threshold):
-    """The reference commits the first token at prefill, so its first cycle starts with that token as the anchor."""
+@pytest.mark.parametrize("head", HEADS)
+def test_greedy_traces(golden, targets, head):
+    """The reference commits the first token at prefill, so its first cycle starts with that token as the anchor.
+
+    Where a head has confidences, whole blocks are those of threshold 0: one compiled cycle for both traces.
+    """
     target_config, target_weights = targets["gemma4" if head == "gemma4" else "qwen3"]
     config, params, shared = load(golden, head)
     drafter = DSparkDrafter(DSparkModel(config, "feature_major"), config.block_size)
     weights = {"model": params, "shared": shared}
-    policy = schedules.full() if threshold == "0.0" else schedules.threshold(float(threshold))
     # The ladder once; every width costs a compilation.
-    widths = (1, 3, config.block_size + 1) if (head, threshold) == ("vanilla", "0.2") else (config.block_size + 1,)
+    widths = (1, 3, config.block_size + 1) if head == "vanilla" else (config.block_size + 1,)
     model = TargetStep(TargetModel(target_config, "feature_major", config.tapped_layers))
-    cycle = decode.Cycle(model, drafter, policy, widths)
     run_cycle = jax.jit(decode.speculative_cycle)
-    records = json.loads((folder_of(golden, head) / f"greedy_threshold_{threshold}.json").read_text())
-    assert len(records) == 3
-    for record in records:
+    records = []
+    for threshold in TRACES[head]:
+        policy = schedules.full() if head == "dflash" else schedules.threshold(float(threshold))
+        cycle = decode.Cycle(model, drafter, policy, widths)
+        path = folder_of(golden, head) / f"greedy_threshold_{threshold}.json"
+        records += [(cycle, record) for record in json.loads(path.read_text())]
+    assert len(records) == 3 * len(TRACES[head])
+    for cycle, record in records:
         start = len(record["prompt"]) + 1
         tokens = jnp.zeros((1, SLOTS), jnp.int32).at[0, :start].set(jnp.asarray(record["output_ids"][:start]))
         settings = decode.RowSettings(

@@ -148,12 +148,21 @@ def test_run_measures_and_greedy_text_is_the_same(target):
     assert looked_up.stages_ms is None
 
 
+def test_thresholds_and_block_sizes_name_methods(target, drafter_folder):
+    argv = ["speedup", f"--drafter={drafter_folder}", "--block_sizes=1,3", "--policies=threshold,full"]
+    values = speedup.parse_flags([*argv, "--threshold=0.7"])
+    methods = inputs.read_methods(values, inputs.read_recipe(values))(target)
+    names = ["K=1 threshold 0.7", "K=1 full", "K=3 threshold 0.7", "K=3 full"]
+    assert [method.name for method in methods] == ["prompt lookup K=3", *(f"dspark {name}" for name in names)]
+    assert [method.drafter.drafter.block_size for method in methods] == [3, 1, 1, 3, 3]
+
+
 def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dspark_jax, "random_target", lambda *_: target)  # the same weights, already drawn
     monkeypatch.setattr(bandwidth, "make_reader", functools.partial(bandwidth.make_reader, 1 << 22, 2))
     png, copy, table = tmp_path / "plot.png", tmp_path / "result.json", tmp_path / "sps.json"
     sps.save(step_curve.sps_table(target, {1: 0.01, 2: 0.011, 4: 0.012}, 1), table)
-    arguments = f"--drafter {drafter_folder} --block_sizes=2 --policies=threshold,delayed --threshold=0.5 --repeats=1"
+    arguments = f"--drafter {drafter_folder} --block_sizes=2 --policies=delayed --repeats=1"
     arguments += f" --sps={table}"
     arguments += f" --lookup_block_size={LOOKUP} --png={png} --json={copy} --config.decode.max_new_tokens=20"
     arguments += " --config.decode.top_k=9 --top_p=0.9 --verifier=block"
@@ -166,12 +175,12 @@ def test_command_end_to_end(target, drafter_folder, tmp_path, monkeypatch, capsy
     assert result["max_new_tokens"] == 20  # the override applies to the drafter folder's recipe
     assert "sampler  greedy; temperature 1, top_k 9, top_p 0.9, verified by block" in printed
     assert [(s["prompt_set"], s["temperature"]) for s in result["sections"]] == [("heldout", 0), ("heldout", 1)]
-    names = ["autoregressive", "prompt lookup K=1", "dspark K=2 threshold 0.5", "dspark K=2 delayed"]
+    names = ["autoregressive", "prompt lookup K=1", "dspark K=2 delayed"]
     for section in result["sections"]:
         assert [m["method"] for m in section["methods"]] == names
         assert all(m["tokens_per_second"] > 0 for m in section["methods"])
         assert all(set(m["stages_ms"]) == {*measure.STAGES, measure.RULES} for m in section["methods"][1:])
-    assert [m["identical"] for m in result["sections"][0]["methods"]] == [1.0] * 4
+    assert [m["identical"] for m in result["sections"][0]["methods"]] == [1.0] * 3
     assert not any(m["by_verifier"] for m in result["sections"][0]["methods"])
     for m in result["sections"][1]["methods"][1:]:
         assert set(m["by_verifier"]) == {"token", "block"}
