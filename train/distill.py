@@ -89,15 +89,14 @@ def claim_folder(recipe: RecipeConfig, resume: bool) -> Path:
     Raises:
       ConfigError: the folder holds another run, or this one without --resume.
     """
-    values_of = lambda recipe: json.loads(json.dumps(dataclasses.asdict(recipe)))  # noqa: E731
-    folder, values = Path(recipe.out), values_of(recipe)
+    folder, values = Path(recipe.out), dataclasses.asdict(recipe)
     path = folder / RECIPE_FILE
     if path.exists():
         if not resume:
             raise ConfigError(
                 f"config.out = {recipe.out}: holds a run already; pass --resume, or choose another folder"
             )
-        stored = values_of(config_lib.from_config_dict(json.loads(path.read_text())))  # with fields that came later
+        stored = dataclasses.asdict(config_lib.from_config_dict(json.loads(path.read_text())))  # new fields filled in
         differing = sorted(set(_flat(values).items()) ^ set(_flat(stored).items()))
         names = sorted({name for name, _ in differing if not name.startswith(FREE_FIELDS)})
         if names:
