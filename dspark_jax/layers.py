@@ -4,7 +4,7 @@ Activations are two-dimensional: all tokens of all rows are flattened into n = B
 not care about rows; only attention does. They come in two layouts, chosen once per model:
 
   feature_major  [D, n]: weight [out, in] @ x. On a CPU, where a step of a few tokens is bound by reading the weights,
-                 XLA then reads each of them about once, however few the tokens.
+                 each of them is then read about once: by `pallas_kernels.skinny_matmul` for up to 8 tokens, by XLA.
   token_major    [n, D]: x @ weight^T, the usual form on accelerators.
 
 Only the functions at the top of this file know the difference. Weights are [out, in], as Hugging Face stores
@@ -23,6 +23,7 @@ from dspark_jax import rope
 from dspark_jax.attention import attend, attention_spread
 from dspark_jax.config import DecoderConfig
 from pallas_kernels.precision import product_precision
+from pallas_kernels.skinny_matmul.api import skinny_matmul
 
 Layout = Literal["feature_major", "token_major"]
 
@@ -35,7 +36,7 @@ def default_layout() -> Layout:
 def linear(weight: jax.Array, x: jax.Array, layout: Layout) -> jax.Array:
     """Applies `weight` [out, in] to activations: [in, n] -> [out, n] or [n, in] -> [n, out]."""
     if layout == "feature_major":
-        return jnp.matmul(weight, x, precision=product_precision())
+        return skinny_matmul(weight, x)
     return jnp.matmul(x, weight.T, precision=product_precision())
 
 

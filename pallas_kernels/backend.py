@@ -4,6 +4,7 @@
   tpu        Pallas, lowered by Mosaic
   mosaic_gpu Pallas, lowered by Mosaic GPU: GPUs of compute capability 9.0 (Hopper) or newer
   triton     Pallas, lowered by Triton; deprecated since jax 0.11, the one route that older GPUs than Hopper have
+  cpu        C, compiled by the machine's own compiler: `skinny_matmul` alone
 
 "auto" (the default) takes the platform's first kernel that has reproduced the reference on this device: every op brings
 a small probe for that, run once per process and kernel. A kernel that fails its probe, or can't take the shape it is
@@ -23,11 +24,11 @@ from concurrent import futures
 
 import jax
 
-BACKENDS = ("reference", "tpu", "mosaic_gpu", "triton")
+BACKENDS = ("reference", "tpu", "mosaic_gpu", "triton", "cpu")
 VARIABLE = "DSPARK_KERNELS"
 
 _GPU = ("mosaic_gpu", "triton")
-_BY_PLATFORM = {"tpu": ("tpu",), "gpu": _GPU, "cuda": _GPU}
+_BY_PLATFORM = {"tpu": ("tpu",), "gpu": _GPU, "cuda": _GPU, "cpu": ("cpu",)}
 _HOPPER = (9, 0)
 
 
@@ -67,10 +68,10 @@ def select(
     here = platform_kernels()
     if wanted == "reference":
         return wanted
-    if wanted == "auto" and here and jax.device_count() > 1:
+    names = [name for name in (here if wanted == "auto" else (wanted,)) if name in available]
+    if wanted == "auto" and names and jax.device_count() > 1:
         _say_once(f"several devices: kernels are not used, they can't be partitioned ({VARIABLE}={here[0]} insists)")
         return "reference"
-    names = [name for name in (here if wanted == "auto" else (wanted,)) if name in available]
     for name, following in zip(names, [*names[1:], "reference"]):
         if asked == "auto" and wanted != "auto" and not interpret and name not in here:
             raise KernelError(
