@@ -70,7 +70,7 @@ def select(
         return wanted
     names = [name for name in (here if wanted == "auto" else (wanted,)) if name in available]
     if wanted == "auto" and names and jax.device_count() > 1:
-        _say_once(f"several devices: kernels are not used, they can't be partitioned ({VARIABLE}={here[0]} insists)")
+        _say_once(f"several devices: kernels are not used, they can't be partitioned ({VARIABLE}={names[0]} insists)")
         return "reference"
     for name, following in zip(names, [*names[1:], "reference"]):
         if asked == "auto" and wanted != "auto" and not interpret and name not in here:
@@ -83,7 +83,7 @@ def select(
             _say_once(f"{op}: the {name} kernel does not take this: {reason}; {_instead(following)}")
         elif wanted != "auto" or _proven(op, name, probe, following):
             return name
-    if wanted not in ("auto", *available):
+    if wanted not in ("auto", *available) and (asked != "auto" or wanted not in here):
         _say_once(f"{op}: there is no {wanted} kernel; the reference runs instead")
     return "reference"
 

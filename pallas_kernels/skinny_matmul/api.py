@@ -16,8 +16,9 @@ def skinny_matmul(weight: jax.Array, x: jax.Array, backend: str = "auto") -> jax
     """Multiplies a weight matrix by columns, one per token.
 
     For a CPU, where a decoding step is bound by reading the weights: the kernel reads them once for up to 8 columns.
-    What "auto" gives it is float32 of that width; everything else is the reference's, without a word. A kernel's
-    gradient is the reference's.
+    What "auto" gives it is float32 of that width; everything else is the reference's, without a word. Derivatives are
+    the reference's. Under `vmap` the kernel runs once per example. To serialise a program with it (`jax.export`), name
+    it in `disabled_checks`, or set DSPARK_KERNELS=reference.
 
     Args:
       weight: [out, in].
@@ -32,7 +33,7 @@ def skinny_matmul(weight: jax.Array, x: jax.Array, backend: str = "auto") -> jax
     """
     if implementation(weight, x, backend) == "reference":
         return reference.skinny_matmul(weight, x)
-    return _with_gradient(weight, x)
+    return _by_kernel(weight, x)
 
 
 def implementation(weight: jax.Array, x: jax.Array, backend: str = "auto") -> str:
@@ -58,25 +59,23 @@ def implementation(weight: jax.Array, x: jax.Array, backend: str = "auto") -> st
 def _refuses(weight: jax.Array, x: jax.Array) -> str:
     if weight.dtype != jnp.float32 or x.dtype != jnp.float32:
         return f"dtypes {weight.dtype} and {x.dtype}, not float32"
+    if not all(isinstance(size, int) for size in (*weight.shape, *x.shape)):
+        return f"weight {weight.shape} and x {x.shape}: sizes that are not known"
     if not 1 <= x.shape[1] <= cpu.MOST_COLUMNS or not weight.size:
         return f"weight {weight.shape} and x {x.shape}, not 1 to {cpu.MOST_COLUMNS} columns"
     return ""
 
 
-@jax.custom_vjp
-def _with_gradient(weight: jax.Array, x: jax.Array) -> jax.Array:
-    return cpu.skinny_matmul(weight, x)
+@jax.custom_jvp
+def _by_kernel(weight: jax.Array, x: jax.Array) -> jax.Array:
+    # A program that is lowered for another platform than this process' has the plain product.
+    return jax.lax.platform_dependent(weight, x, cpu=cpu.skinny_matmul, default=reference.skinny_matmul)
 
 
-def _forward(weight, x):
-    return cpu.skinny_matmul(weight, x), (weight, x)
-
-
-def _backward(kept, given):
-    return jax.vjp(reference.skinny_matmul, *kept)[1](given)
-
-
-_with_gradient.defvjp(_forward, _backward)
+@_by_kernel.defjvp
+def _by_kernel_jvp(primals, tangents):
+    (weight, x), (weight_dot, x_dot) = primals, tangents
+    return _by_kernel(weight, x), reference.skinny_matmul(weight_dot, x) + reference.skinny_matmul(weight, x_dot)
 
 
 def _probe(name: str) -> bool:

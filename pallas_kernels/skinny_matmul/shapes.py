@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,8 @@ def inputs(shape: Shape, seed: int = 0) -> dict[str, Any]:
     """Returns arguments of `api.skinny_matmul`: standard normal values."""
     of_weight, of_x = jax.random.split(jax.random.key(seed))
     return {
-        "weight": jax.random.normal(of_weight, (shape.features_out, shape.features_in)),
-        "x": jax.random.normal(of_x, (shape.features_in, shape.columns)),
+        "weight": jax.random.normal(of_weight, (shape.features_out, shape.features_in), jnp.float32),
+        "x": jax.random.normal(of_x, (shape.features_in, shape.columns), jnp.float32),
     }
 
 

@@ -112,6 +112,16 @@ def test_several_devices_take_the_reference(on_tpu, monkeypatch):
     assert backend.select("op", ["tpu"], asked="tpu") == "tpu"
 
 
+def test_the_platform_s_own_name_says_nothing_of_ops_that_lack_it(on_tpu, monkeypatch):
+    monkeypatch.setenv(backend.VARIABLE, "tpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backend.select("op", ["triton"]) == "reference"
+        monkeypatch.setenv(backend.VARIABLE, "auto")
+        monkeypatch.setattr(jax, "device_count", lambda: 4)
+        assert backend.select("op", ["triton"]) == "reference"
+
+
 def test_argument_beats_environment_beats_platform(on_tpu, monkeypatch):
     monkeypatch.setenv(backend.VARIABLE, "reference")
     assert backend.select("op", ["tpu"]) == "reference"
