@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_attention import api as kernel
 from pallas_kernels.precision import product_precision
 
+BlockMask = jax.Array | Literal["causal"] | None
 MASKED = -1e30  # a finite "minus infinity": a row that sees nothing stays free of NaN
 
 
@@ -18,7 +21,7 @@ def attend(
     visible: jax.Array,
     block_keys: jax.Array,
     block_values: jax.Array,
-    block_mask: jax.Array | None,
+    block_mask: BlockMask,
     scale: float | None = None,
     window: int = 0,
     first: jax.Array | None = None,
@@ -26,8 +29,8 @@ def attend(
     """Attention of blocks of tokens to a shared context and to their own block.
 
     A target step is one block (A = 1) with a causal mask; a drafter's training step is A blocks per row over one
-    context. Softmax in float32 over context and block together. One block of a row that is not masked, which is what a
-    drafter drafts, is left to a kernel where there is one (`pallas_kernels.block_attention`).
+    context. Softmax in float32 over context and block together. One block of a row is left to a kernel where there is
+    one (`pallas_kernels.block_attention`).
 
     Args:
       queries: [B, A, K, N, H].
@@ -36,7 +39,8 @@ def attend(
       visible: [B, A] int32; block a sees context slots < visible.
       block_keys: [B, A, J, G, H].
       block_values: [B, A, J, G, H].
-      block_mask: [K, J] bool, query i sees key j of its own block; None = every query sees the whole block.
+      block_mask: [K, J] bool, query i sees key j of its own block; "causal" = the keys up to its own (J = K); None =
+        every query sees the whole block.
       scale: scores are multiplied by it; None = H ** -0.5.
       window: a token sees the window - 1 tokens before it only (0 = all of them): slot s holds position s, query i of
         block a is at position visible[a] + i, and J = K.
@@ -50,10 +54,13 @@ def attend(
     ratio, exact = heads // groups, product_precision()
     scale = float(dim**-0.5 if scale is None else scale)
     own = block_keys.shape[2]
-    if blocks == 1 and block_mask is None and not window and first is None:
+    causal = isinstance(block_mask, str)
+    if blocks == 1 and (block_mask is None or causal) and not window and first is None:
         row = (queries[:, 0], context_keys, context_values, visible[:, 0], block_keys[:, 0], block_values[:, 0])
-        if kernel.implementation(*row) != "reference":
-            return kernel.block_attention(*row, scale=scale)[:, None]
+        if kernel.implementation(*row, causal=causal) != "reference":
+            return kernel.block_attention(*row, scale=scale, causal=causal)[:, None]
+    if isinstance(block_mask, str):
+        block_mask = jnp.tril(jnp.ones((size, own), bool))
     if blocks * size * own == 1 and batch > 4 and first is None:
         return _attend_single(queries, context_keys, context_values, visible, block_keys, block_values, scale, window)
     grouped = queries.reshape(batch, blocks, size, groups, ratio, dim)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import rope
-from dspark_jax.attention import attend, attention_spread
+from dspark_jax.attention import BlockMask, attend, attention_spread
 from dspark_jax.config import DecoderConfig
 from pallas_kernels.precision import product_precision
 from pallas_kernels.skinny_matmul.api import skinny_matmul
@@ -232,7 +232,7 @@ class Attention(nn.Module):
         context_keys: jax.Array,
         context_values: jax.Array,
         visible: jax.Array,
-        block_mask: jax.Array | None,
+        block_mask: BlockMask,
         first: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Mixes tokens with the context and with their own block.
@@ -243,7 +243,7 @@ class Attention(nn.Module):
           context_keys: [B, G, S, H].
           context_values: [B, G, S, H].
           visible: [B, A], context slots each block sees.
-          block_mask: [K, K] bool; None = every token sees its whole block.
+          block_mask: as of `attention.attend`.
           first: [B, A], the first context slot each block sees; None = 0.
 
         Returns:

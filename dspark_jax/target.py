@@ -57,13 +57,12 @@ class TargetModel(nn.Module):
         batch, size = token_ids.shape
         positions = (cache.length[:, None] + jnp.arange(size))[:, None, :]  # [B, 1, T]
         visible = cache.length[:, None]  # [B, 1]
-        causal = jnp.tril(jnp.ones((size, size), bool))
         x = layers.embed(self.embed, token_ids.reshape(-1), self.config, self.layout)
         taps, keys, values, spread = {-1: x}, [], [], None
         for i, layer in enumerate(self.layers):
             if self.with_attention_spread and i == self.config.num_layers - 1:
                 spread = layer.attention.spread(layer.input_norm(x), positions[:, 0], cache.keys[i], cache.length)
-            x, k, v = layer(x, positions, cache.keys[i], cache.values[i], visible, causal)
+            x, k, v = layer(x, positions, cache.keys[i], cache.values[i], visible, "causal")
             taps[i] = x
             keys.append(jnp.transpose(k, (0, 2, 1, 3)))
             values.append(jnp.transpose(v, (0, 2, 1, 3)))

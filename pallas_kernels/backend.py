@@ -4,7 +4,7 @@
   tpu        Pallas, lowered by Mosaic
   mosaic_gpu Pallas, lowered by Mosaic GPU: GPUs of compute capability 9.0 (Hopper) or newer
   triton     Pallas, lowered by Triton; deprecated since jax 0.11, the one route that older GPUs than Hopper have
-  cpu        C, compiled by the machine's own compiler: `skinny_matmul` alone
+  cpu        C, compiled by the machine's own compiler: `skinny_matmul` and `block_attention`
 
 "auto" (the default) takes the platform's first kernel that has reproduced the reference on this device: every op brings
 a small probe for that, run once per process and kernel. A kernel that fails its probe, or can't take the shape it is
@@ -43,6 +43,7 @@ def select(
     interpret: bool = False,
     refuses: Callable[[str], str] = lambda name: "",
     probe: Callable[[str], bool] = lambda name: True,
+    quiet: Sequence[str] = (),
 ) -> str:
     """Picks an implementation of an op.
 
@@ -54,6 +55,7 @@ def select(
       interpret: the kernel is to be interpreted, so that any platform will do.
       refuses: says why a backend can't take these arguments, "" if it can.
       probe: runs a backend on a small case and says whether it reproduced the reference.
+      quiet: backends whose refusals are worth no word unless they were asked for by the argument.
 
     Returns:
       a name of BACKENDS.
@@ -79,6 +81,8 @@ def select(
                 " use reference"
             )
         reason = refuses(name)
+        if reason and name in quiet and asked == "auto":
+            continue
         if reason:
             _say_once(f"{op}: the {name} kernel does not take this: {reason}; {_instead(following)}")
         elif wanted != "auto" or _proven(op, name, probe, following):

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend as backends
-from pallas_kernels.block_attention import mosaic_gpu, reference, shapes, tpu, triton
+from pallas_kernels.block_attention import cpu, mosaic_gpu, reference, shapes, tpu, triton
 
 KERNELS = {
     "tpu": tpu.block_attention,
     "mosaic_gpu": mosaic_gpu.block_attention,
     "triton": triton.block_attention,
+    "cpu": cpu.block_attention,
 }
+_CAUSAL = ("cpu",)  # what takes a causal block
 _VMEM_BYTES = 12 << 20  # of the 16 MiB that the compiler may use by default
 _DTYPES = ("float32", "bfloat16")
 
@@ -29,14 +31,16 @@ def block_attention(
     block_keys: jax.Array,
     block_values: jax.Array,
     scale: float | None = None,
+    causal: bool = False,
     backend: str = "auto",
     interpret: Any = False,
 ) -> jax.Array:
     """Mixes values by attention: every query of a row sees the row's context and its whole block, in both directions.
 
     Softmax in float32 over context and block together. Head n reads group n // (N / G) (grouped-query attention). What
-    lies in cache slots that are not seen has no influence, even if it is not a number. A kernel's gradient is the
-    reference's, computed anew.
+    lies in cache slots that are not seen has no influence, even if it is not a number. A kernel's derivatives are the
+    reference's, computed anew. To serialise a program with the kernel for CPUs (`jax.export`), name it in
+    `disabled_checks`, or set DSPARK_KERNELS=reference.
 
     Args:
       queries: [B, K, N, H].
@@ -46,6 +50,7 @@ def block_attention(
       block_keys: [B, J, G, H].
       block_values: [B, J, G, H].
       scale: scores are multiplied by it; None = H ** -0.5.
+      causal: query i sees keys 0..i of the block instead, and J = K. On CPUs alone there is a kernel for it.
       backend: "auto" or a name of `pallas_kernels.backend.BACKENDS`.
       interpret: interpret the kernel (True, or parameters of the interpreter for its platform), on any platform;
         mosaic_gpu takes `InterpretGPUParams` alone, with out_of_bounds_reads="uninitialized".
@@ -57,12 +62,18 @@ def block_attention(
       KernelError: shapes that don't fit each other, a backend that isn't there.
     """
     arrays = (queries, context_keys, context_values, visible, block_keys, block_values)
-    name = implementation(*arrays, backend=backend, interpret=interpret)
+    name = implementation(*arrays, causal=causal, backend=backend, interpret=interpret)
     scale = float(queries.shape[-1] ** -0.5 if scale is None else scale)
-    plain = functools.partial(reference.block_attention, scale=scale)
+    plain = functools.partial(reference.block_attention, scale=scale, causal=causal)
     if name == "reference":
         return plain(*arrays)
-    return _with_gradient(functools.partial(KERNELS[name], scale=scale, interpret=interpret), plain)(*arrays)
+    if name == "cpu":
+        run = functools.partial(cpu.block_attention, scale=scale, causal=causal)
+        # A program that is lowered for another platform than this process' has the plain form.
+        kernel = functools.partial(jax.lax.platform_dependent, cpu=run, default=plain)
+    else:
+        kernel = functools.partial(KERNELS[name], scale=scale, interpret=interpret)
+    return _with_gradient(kernel, plain)(*arrays)
 
 
 def implementation(
@@ -72,6 +83,7 @@ def implementation(
     visible: jax.Array,
     block_keys: jax.Array,
     block_values: jax.Array,
+    causal: bool = False,
     backend: str = "auto",
     interpret: Any = False,
 ) -> str:
@@ -80,8 +92,8 @@ def implementation(
     For callers with a plain form of their own.
 
     Args:
-      queries, context_keys, context_values, visible, block_keys, block_values, backend, interpret: as of
-        `block_attention`.
+      queries, context_keys, context_values, visible, block_keys, block_values, causal, backend, interpret: as
+        of `block_attention`.
 
     Returns:
       a name of `pallas_kernels.backend.BACKENDS`.
@@ -93,6 +105,10 @@ def implementation(
     batch, size, heads, dim = queries.shape
     groups, slots = context_keys.shape[1:3]
     rows, own, dtype = size * heads // groups, block_keys.shape[1], queries.dtype
+    if causal and own != size:
+        raise backends.KernelError(f"{size} queries and {own} keys of a causal block: use as many")
+    kernels = tuple(name for name in KERNELS if not causal or name in _CAUSAL)
+    known = all(isinstance(size, int) for size in (*queries.shape, *context_keys.shape, own))
 
     def refuses(name: str) -> str:
         found = {x.dtype.name for x in (queries, context_keys, context_values, block_keys, block_values)}
@@ -103,6 +119,8 @@ def implementation(
                 return f"head dimension {dim}, not a multiple of 64"
             if tpu.vmem_bytes(tpu.Tiles.for_shape(slots, dim, dtype), rows, own, dim, dtype) > _VMEM_BYTES:
                 return f"{rows} queries of {dim} per group are too many"
+        if name == "cpu":
+            return cpu.refuses(rows, dim, dtype) if known else "sizes that are not known"
         if name == "mosaic_gpu":
             return mosaic_gpu.refuses(batch * groups, own, slots, dim, dtype)
         if name == "triton":
@@ -112,7 +130,8 @@ def implementation(
                 return f"{rows} queries of {dim} in {dtype.name} per group over a block of {own} are too many"
         return ""
 
-    return backends.select("block_attention", tuple(KERNELS), backend, bool(interpret), refuses, _probe)
+    # What the kernel for CPUs does not take, XLA does well.
+    return backends.select("block_attention", kernels, backend, bool(interpret), refuses, _probe, quiet=("cpu",))
 
 
 def _check(queries, context_keys, context_values, visible, block_keys, block_values) -> None:
@@ -140,9 +159,9 @@ def _check(queries, context_keys, context_values, visible, block_keys, block_val
 
 
 def _with_gradient(kernel: Callable, plain: Callable) -> Callable:
-    """Returns a kernel whose gradient is that of its plain form: kernels have none."""
-    both = jax.custom_vjp(kernel)
-    both.defvjp(lambda *arrays: (kernel(*arrays), arrays), lambda arrays, given: jax.vjp(plain, *arrays)[1](given))
+    """Returns a kernel whose derivatives are those of its plain form: kernels have none."""
+    both = jax.custom_jvp(kernel)
+    both.defjvp(lambda primals, tangents: (both(*primals), jax.jvp(plain, primals, tangents)[1]))
     return both
 
 
@@ -150,7 +169,7 @@ def _probe(name: str) -> bool:
     """Runs a kernel in its dtypes: several tiles, rows that see nothing and all, a cache that no tile divides, NaN."""
     cases = [(128, "bfloat16", 3e-2)]  # bfloat16: rounded weights
     cases.append((256, "bfloat16", 3e-2) if name == "mosaic_gpu" else (64, "float32", 1e-4))
-    for dim, dtype, tolerance in cases:
+    for dim, dtype, tolerance in cases[name == "cpu" :]:
         shape = shapes.Shape(batch=3, size=7, heads=4, groups=1, dim=dim, slots=1096, dtype=dtype)
         arguments = {**shapes.inputs(shape), "scale": dim**-0.5}
         seen = jnp.arange(shape.slots)[:, None] < arguments["visible"][:, None, None, None]

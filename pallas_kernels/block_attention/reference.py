@@ -18,6 +18,7 @@ def block_attention(
     block_keys: jax.Array,
     block_values: jax.Array,
     scale: float,
+    causal: bool = False,
 ) -> jax.Array:
     """Computes `api.block_attention`: one softmax over the scores of context and block, side by side."""
     batch, size, heads, dim = queries.shape
@@ -35,6 +36,9 @@ def block_attention(
     to_context = product("bgqh,bgsh->bgqs", rows, context_keys) * scale
     to_context = jnp.where(seen[:, None, None], to_context, MASKED)
     to_block = product("bgqh,bjgh->bgqj", rows, block_keys) * scale
+    if causal:
+        token = jnp.arange(size * heads // groups) // (heads // groups)  # of each row
+        to_block = jnp.where(jnp.arange(block_keys.shape[1]) <= token[:, None], to_block, MASKED)
     weights = jax.nn.softmax(jnp.concatenate([to_context, to_block], axis=-1), axis=-1).astype(values.dtype)
     mixed = product("bgqs,bgsh->bgqh", weights[..., :slots], values)
     mixed = mixed + product("bgqj,bjgh->bgqh", weights[..., slots:], block_values)

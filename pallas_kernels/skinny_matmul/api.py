@@ -51,9 +51,11 @@ def implementation(weight: jax.Array, x: jax.Array, backend: str = "auto") -> st
     if weight.ndim != 2 or x.ndim != 2 or weight.shape[1] != x.shape[0]:
         raise backends.KernelError(f"weight {weight.shape} and x {x.shape}: use [out, in] and [in, n]")
     refusal = _refuses(weight, x)
-    if backend == "auto" and (refusal or weight.size < _LEAST_WEIGHTS):
-        return "reference"
-    return backends.select("skinny_matmul", tuple(KERNELS), backend, False, lambda name: refusal, _probe)
+    if not refusal and backend == "auto" and weight.size < _LEAST_WEIGHTS:
+        refusal = "a small matrix"
+    return backends.select(
+        "skinny_matmul", tuple(KERNELS), backend, False, lambda name: refusal, _probe, quiet=tuple(KERNELS)
+    )
 
 
 def _refuses(weight: jax.Array, x: jax.Array) -> str:

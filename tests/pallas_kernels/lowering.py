@@ -11,10 +11,16 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.native import build
+
 CALLS = {"tpu": "tpu_custom_call", "triton": "__gpu$xla.gpu.triton", "mosaic_gpu": "mosaic_gpu_v2"}
 UNSTABLE = [export.DisabledSafetyCheck.custom_call(CALLS[name]) for name in ("triton", "mosaic_gpu")]
 HOPPER = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
 HOPPER_SMEM = 227 * 1024  # what a block may have
+
+needs_native = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or not build._compilers(), reason="kernels in C run on CPUs and need a C compiler"
+)
 
 
 def lower(function, name: str, *args, **kwargs) -> export.Exported:

@@ -1,29 +1,19 @@
-"""The product of a decoding step: the kernel for CPUs against plain jax, how it is compiled, what is left to XLA."""
+"""The product of a decoding step: the kernel for CPUs against plain jax, and what is left to XLA."""
 
-import subprocess
-import sys
-import tempfile
 import warnings
 from concurrent import futures
-from pathlib import Path
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowering import needs_native
 
 from pallas_kernels import backend
 from pallas_kernels.skinny_matmul import api, cpu, reference, shapes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    if jax.default_backend() != "cpu":
-        pytest.skip("the kernel runs on CPUs")
-    if not cpu._compilers():
-        pytest.skip("no C compiler")
-    return cpu._compilers()[0]
+pytestmark = needs_native
 
 
 @pytest.fixture
@@ -83,9 +73,9 @@ def test_its_derivatives_are_the_reference_s():
 def test_programs_for_other_platforms_have_the_plain_product():
     shapes_only = jax.eval_shape(lambda: draw(400, 200, 3))
     traced = jax.jit(lambda **a: api.skinny_matmul(**a, backend="cpu")).trace(**shapes_only)
-    assert cpu._TARGET in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "dspark_jax_skinny_matmul" in traced.lower(lowering_platforms=("cpu",)).as_text()
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert cpu._TARGET not in text
+    assert "dspark_jax_skinny_matmul" not in text
     assert "dot_general" in text
 
 
@@ -129,64 +119,3 @@ def test_shapes_that_do_not_fit(weight, x):
 def test_the_handler_checks_what_xla_hands_it():
     with pytest.raises(Exception, match=r"x \[in, 1\.\.8\] in float32"):
         jax.block_until_ready(cpu.skinny_matmul(**draw(16, 16, 9)))
-
-
-def test_without_a_compiler_xla_multiplies(fresh, monkeypatch):
-    monkeypatch.setattr(cpu, "_compilers", list)
-    monkeypatch.setattr(cpu, "_register", cpu._register.__wrapped__)
-    arguments = draw(400, 200, 4)
-    with pytest.warns(RuntimeWarning, match="no C compiler. Install cc"):
-        ours = api.skinny_matmul(**arguments)
-    np.testing.assert_array_equal(ours, reference.skinny_matmul(**arguments))
-
-
-def test_a_compiler_that_fails_is_quoted_and_the_next_one_tried(monkeypatch, compiler, tmp_path):
-    bad = tmp_path / "bad-cc"
-    bad.write_text("#!/bin/sh\necho 'fatal error: no headers' >&2\nexit 1\n")
-    bad.chmod(0o755)
-    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
-    monkeypatch.setattr(cpu, "_compilers", lambda: [[str(bad)], compiler])
-    cpu._register.__wrapped__()
-    monkeypatch.setattr(cpu, "_compilers", lambda: [[str(bad)]])
-    with pytest.raises(OSError, match=r"bad-cc: fatal error: no headers\. Install cc"):
-        cpu._register.__wrapped__()
-
-
-def test_compilers_are_cc_first_and_zig_s_last(monkeypatch):
-    monkeypatch.setenv("CC", f"{sys.executable} -O0")
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: True)
-    assert cpu._compilers() == [[sys.executable, "-O0"], [sys.executable, "-m", "ziglang", "cc"]]
-
-
-def test_it_is_compiled_once_and_kept(compiler, monkeypatch, tmp_path):
-    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "new"))
-    made = Path(cpu._load(compiler)._name)
-    assert made.parent == tmp_path / "new" / "kernels"
-    assert list(made.parent.iterdir()) == [made]
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu, "_compile", lambda *_: pytest.fail("compiled again"))
-        assert cpu._load(compiler)._name == str(made)
-        with pytest.raises(BaseException, match="compiled again"):  # other flags, another file
-            cpu._load([*compiler, "-g"])
-    copy = tmp_path / "broken" / "kernels"
-    copy.mkdir(parents=True)
-    (copy / made.name).write_bytes(b"")  # a disk was full
-    monkeypatch.setenv("DSPARK_CACHE", str(copy.parent))
-    assert hasattr(cpu._load(compiler), "skinny_matmul")
-    assert (copy / made.name).stat().st_size
-
-
-def test_a_cache_folder_that_cannot_be_written(compiler, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    assert hasattr(cpu._load(compiler), "skinny_matmul")
-    assert not list((tmp_path / "tmp").iterdir())
-
-
-def test_the_source_has_no_warnings(compiler, tmp_path):
-    command = [*compiler, *cpu._FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-psabi", f"-I{jax.ffi.include_dir()}"]
-    subprocess.run([*command, str(cpu._SOURCE), "-o", str(tmp_path / "made.so")], check=True)
