@@ -1,6 +1,6 @@
 """The kernel for CPUs, `cpu.c`, called through XLA's FFI.
 
-What XLA makes of a step's attention is a dozen operations a layer, two of them small batched products at 65 us each.
+XLA makes a dozen operations of a layer's attention, some of them batched products that are too small for it.
 """
 
 from __future__ import annotations
