@@ -4,7 +4,7 @@ Activations are two-dimensional: all tokens of all rows are flattened into n = B
 not care about rows; only attention does. They come in two layouts, chosen once per model:
 
   feature_major  [D, n]: weight [out, in] @ x. On a CPU, where a step of a few tokens is bound by reading the weights,
-                 each of them is then read about once: by `pallas_kernels.skinny_matmul` for up to 8 tokens, by XLA.
+                 each of them is then read about once: by `pallas_kernels.skinny_matmul` up to 8 tokens, else by XLA.
   token_major    [n, D]: x @ weight^T, the usual form on accelerators.
 
 Only the functions at the top of this file know the difference. Weights are [out, in], as Hugging Face stores
